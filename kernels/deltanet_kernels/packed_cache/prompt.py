@@ -10,7 +10,7 @@ import triton.language as tl
 from deltanet_kernels.packed_cache import layout
 from deltanet_kernels.packed_cache.kernels import GROUP, SINKS, copy_group, pack_loaded, unpack_group
 from deltanet_kernels.window.forward import attend_tile
-from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, load_rows, store_rows
+from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, is_partly_seen, load_rows, store_rows
 
 EXACT = tl.constexpr(layout.SINKS + layout.GROUP)  # tokens of a cache that stay as they are
 
@@ -229,7 +229,7 @@ def prompt_attention_kernel(
     for start in tl.range(tl.maximum(position - window + 1, base), (end - 1) // GROUP * GROUP, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window) & (j[None, :] < own[:, None])
-        partly = (start < position + BM - window) | (start + BN > position // GROUP * GROUP)
+        partly = is_partly_seen(start, position, position // GROUP * GROUP, window, BM, BN)
         top, total, sums = attend_tile(
             q_MD, seen_k, seen_v, j, seen, top, total, sums, HK * D, HK * D, packed, d, factor, D, CAP, PRECISION,
             partly,

@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.window.softcap import cap_score
-from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, load_rows, locate_tile, store_rows
+from deltanet_kernels.window.tiles import (
+    HIDDEN,
+    LOG2E,
+    in_sinks,
+    in_window,
+    is_partly_seen,
+    load_rows,
+    locate_tile,
+    store_rows,
+)
 
 
 @triton.jit
@@ -68,7 +77,7 @@ def forward_kernel(
     for start in tl.range(tl.maximum(position - window + 1, 0), position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window)
-        partly = (start < position + BM - window) | (start + BN > position + 1)
+        partly = is_partly_seen(start, position, position + 1, window, BM, BN)
         top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION, partly
         )

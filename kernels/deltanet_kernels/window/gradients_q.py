@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.window.softcap import tanh
-from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, load_rows, locate_tile, store_rows
+from deltanet_kernels.window.tiles import (
+    HIDDEN,
+    LOG2E,
+    in_sinks,
+    in_window,
+    is_partly_seen,
+    load_rows,
+    locate_tile,
+    store_rows,
+)
 
 
 @triton.jit
@@ -96,7 +105,7 @@ def gradients_q_kernel(
         store_rows(part, j, D, SINKS, d, D, dk * scale)
         store_rows(part + HQ * SINKS * D, j, D, SINKS, d, D, dv)
     # Rows of zeros stand for the queries behind the last; what is added to them is not stored.
-    first, clear = tl.maximum(position - window + 1, 0), position + BM - window
+    first = tl.maximum(position - window + 1, 0)
     if seen_k is not None:
         own = position // GROUP * GROUP
         at = (row * packed * HK + h // (HQ // HK)) * D
@@ -105,14 +114,15 @@ def gradients_q_kernel(
             k_ND = load_rows(seen_k + at, j, HK * D, packed, d, D)
             v_ND = load_rows(seen_v + at, j, HK * D, packed, d, D)
             seen = in_window(i[:, None], j[None, :], window) & ((i // GROUP)[:, None] != j // GROUP)
-            partly = (start < clear) | (start + BN > own)
+            partly = is_partly_seen(start, position, own, window, BM, BN)
             dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION, partly)
         first = own
     for start in tl.range(first, position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         k_ND = load_rows(k, j, k_token, length, d, D)
         v_ND = load_rows(v, j, v_token, length, d, D)
-        seen, partly = in_window(i[:, None], j[None, :], window), (start < clear) | (start + BN > position + 1)
+        seen = in_window(i[:, None], j[None, :], window)
+        partly = is_partly_seen(start, position, position + 1, window, BM, BN)
         if seen_k is not None:
             seen, partly = seen & ((i // GROUP)[:, None] == j // GROUP), True
         dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION, partly)

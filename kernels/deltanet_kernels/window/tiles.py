@@ -49,6 +49,13 @@ def in_window(i, j, window):
 
 
 @triton.jit
+def is_partly_seen(start, position, last, window, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether some of BM queries from `position` on may not see some of the BN keys from `start` on, where all queries
+    see the keys before `last` as far as the window reaches."""
+    return (start < position + BM - window) | (start + BN > last)
+
+
+@triton.jit
 def in_sinks(i, j, window, SINKS: tl.constexpr):
     """Whether queries i see keys j as sinks and not through the window."""
     return (j < SINKS) & (i - j >= window)
