@@ -119,10 +119,11 @@ class MergedAdapters:
     def multiply(self) -> None:
         """Give each layer the product of its adapters."""
         for layers in self._groups.values():
-            ((name,), scaling) = layers[0].active_adapters, layers[0].scaling
+            (name,) = layers[0].active_adapters
             up = torch.stack([layer.lora_B[name].weight for layer in layers])
             down = torch.stack([layer.lora_A[name].weight for layer in layers])
-            for layer, product in zip(layers, (up @ down * scaling[name]).unbind(), strict=True):
+            products = up @ down * layers[0].scaling[name]
+            for layer, product in zip(layers, products.unbind(), strict=True):
                 layer.product = product
 
 

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
-from deltanet_convert.teacher_model import meta_model
+from deltanet_convert.storage.shard_writer import ShardWriter, plan_layout
+from deltanet_convert.teacher_model import meta_model, output_specs
 
 PIECE = 2**25  # values that are in memory at once
 DEVIATION = 0.02
@@ -36,10 +36,7 @@ def write_teacher(folder: Path, config: LlamaConfig, device: torch.device | str 
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model = meta_model(LlamaForCausalLM, config, torch.bfloat16)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {}) if config.tie_word_embeddings else set()
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    specs = [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
+    specs = output_specs(meta_model(LlamaForCausalLM, config, torch.bfloat16), torch.bfloat16, ())
     writer = ShardWriter(folder, plan_layout(specs, 2 * 10**9))
     writer.prepare()
     generator = torch.Generator(device).manual_seed(0)

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from deltanet_convert.storage.safetensors_folder import Checkpoint
-from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
-from deltanet_convert.teacher_model import meta_model
+from deltanet_convert.storage.shard_writer import ShardWriter, plan_layout
+from deltanet_convert.teacher_model import meta_model, output_specs
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.speed.random_models import SHAPES
 from deltanet_hf.exit_codes import run_command
@@ -44,18 +44,14 @@ def write_widened(source: Path, folder: Path, shape: dict[str, Any]) -> None:
     places = _Places(small, wide)
     checkpoint = Checkpoint.open(source)
     dtype = checkpoint.dtype("model.embed_tokens.weight")
-    model = meta_model(LlamaForCausalLM, wide, dtype)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if wide.tie_word_embeddings:
-        del shapes["lm_head.weight"]
+    specs = output_specs(meta_model(LlamaForCausalLM, wide, dtype), dtype, ())
     folder.mkdir(parents=True)
-    writer = ShardWriter(
-        folder, plan_layout([TensorSpec(name, size, dtype) for name, size in shapes.items()], SHARD_SIZE)
-    )
+    writer = ShardWriter(folder, plan_layout(specs, SHARD_SIZE))
     writer.prepare()
-    for name, size in shapes.items():
+    for spec in specs:
+        name = spec.name
         stored = "model.embed_tokens.weight" if name == "lm_head.weight" and name not in checkpoint else name
-        values = torch.zeros(size)
+        values = torch.zeros(spec.shape)
         if stored in checkpoint:
             places.put(name, checkpoint.read(stored, torch.float32), values)
         writer.write(name, [values.to(dtype)])
@@ -84,14 +80,14 @@ class _Places:
         half, channel = small.head_dim // 2, torch.arange(small.head_dim)
         channel = channel % half * stretch + channel // half * (wide.head_dim // 2)
         queries = [k * room + j for k in range(small.num_key_value_heads) for j in range(group)]
-        hidden, mlp = torch.arange(small.hidden_size), torch.arange(small.intermediate_size)
+        words, hidden, mlp = map(torch.arange, (small.vocab_size, small.hidden_size, small.intermediate_size))
         q, k = (
             torch.cat([head * wide.head_dim + channel for head in heads])
             for heads in (queries, range(small.num_key_value_heads))
         )
         self._norm = math.sqrt(small.hidden_size / wide.hidden_size)
-        self._of: dict[str, tuple[Tensor | None, Tensor, float]] = {  # rows (None: all), columns, factor
-            "embed_tokens": (None, hidden, 1.0), "lm_head": (None, hidden, 1.0),
+        self._of: dict[str, tuple[Tensor, Tensor, float]] = {  # rows, columns, factor
+            "embed_tokens": (words, hidden, 1.0), "lm_head": (words, hidden, 1.0),
             "q_proj": (q, hidden, math.sqrt(stretch)), "k_proj": (k, hidden, 1.0), "v_proj": (k, hidden, 1.0),
             "o_proj": (hidden, q, 1.0), "gate_proj": (mlp, hidden, 1.0), "up_proj": (mlp, hidden, 1.0),
             "down_proj": (hidden, mlp, 1.0),
@@ -103,7 +99,6 @@ class _Places:
             into[: len(values)] = values * self._norm
             return
         rows, columns, factor = self._of[name.split(".")[-2]]
-        rows = torch.arange(len(values)) if rows is None else rows
         into[rows[:, None], columns] = values * factor
 
 

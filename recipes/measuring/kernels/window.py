@@ -86,7 +86,7 @@ def make(shape: Shape) -> tuple[list[Tensor], Tensor]:
 
 @torch.no_grad()
 def in_4_bits(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What queries of `make` see of the keys and values before their own group."""
+    """Keys and values of `make` in 4 bits, as queries see those before their own group."""
     _, keys, values = pack_prompt(leaves[1], leaves[2], 4)
     return keys, values
 
