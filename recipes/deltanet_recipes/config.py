@@ -105,7 +105,7 @@ def _describe(path: Path, error: ValidationError) -> str:
 
 
 def _check_files(path: Path, recipe: Recipe) -> None:
-    """Refuse a recipe that names files, folders or trackers that do not exist."""
+    """Refuse a recipe that names files, folders or trackers that do not exist, or a student that is its own teacher."""
     problems = []
     student = Path(recipe.student)
     if not os.path.isfile(student / "config.json"):  # False also for what no file can be called
@@ -116,7 +116,7 @@ def _check_files(path: Path, recipe: Recipe) -> None:
         problems += [
             f"stages.{stage_name(stage)}.ce_weight: the student is its own teacher, and only text can teach it; set it"
             for stage in recipe.stages
-            if isinstance(stage, DistilBase) and stage.ce_weight == 0
+            if isinstance(stage, DistilBase) and not stage.ce_weight and stage.sees_what_the_teacher_sees
         ]
     problems += _missing_files(recipe.data)
     problems += [

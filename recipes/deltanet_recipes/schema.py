@@ -128,6 +128,11 @@ class DistilBase(StageBase):
         4096, gt=0, description="Tokens whose logits are in memory at once, as fp32 arrays of loss_chunk x vocabulary."
     )
 
+    @property
+    def sees_what_the_teacher_sees(self) -> bool:
+        """Whether the student works as it is stored: its cache is not rounded and no window left out."""
+        return self.cache_bits == 16 and self.window_dropout is None
+
     @model_validator(mode="after")
     def _consistent(self) -> DistilBase:
         if self.kl_weight == 0 and self.ce_weight == 0:
