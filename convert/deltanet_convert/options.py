@@ -246,17 +246,18 @@ class ConvertOptions(Options):
     def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
         """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
 
-        The window that a selection plans is that of `--mixer window`, unless `--set` gives one.
+        The windows that a selection plans are those of `--mixer window`, unless `--set` gives one.
         """
         if not isinstance(kept, Selection):
             return self.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
-        options, window = self, kept.planned_window
-        if window is not None and self.mixer == WindowAttention.name and not self.sets("window"):
-            options = self.model_copy(update={"changes": (*self.changes, f"window={window}")})
         layers, heads = kept.num_hidden_layers, kept.num_key_value_heads
         if kept.unit == "kv_head":
-            return options.head_table(layers, heads, frozenset(kept.heads), teacher)
-        return options.table(layers, kept.layers, teacher)
+            table = self.head_table(layers, heads, frozenset(kept.heads), teacher)
+        else:
+            table = self.table(layers, kept.layers, teacher)
+        if kept.planned_windows is None or self.mixer != WindowAttention.name or self.sets("window"):
+            return table
+        return table.with_windows(kept.planned_windows)
 
     @property
     def automatic(self) -> bool:

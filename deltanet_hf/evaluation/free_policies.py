@@ -32,12 +32,14 @@ class WindowPolicy:
         window: the most recent tokens that the other layers see; None leaves the teacher as it is.
         sinks: the tokens at the start that they also see.
         heads: (layer, key/value head) of single heads without a window, in layers that are not kept.
+        windows: by layer, where they are not all `window`.
     """
 
     kept: tuple[int, ...]
     window: int | None
     sinks: int = SINKS
     heads: tuple[tuple[int, int], ...] = ()
+    windows: tuple[int, ...] = ()
 
     def apply(self, teacher: PreTrainedModel) -> PreTrainedModel:
         """A copy of the teacher under this policy.
@@ -47,12 +49,12 @@ class WindowPolicy:
         model = copy.deepcopy(teacher)
         if self.window is None:
             return model
-        if self.heads:
+        if self.heads or self.windows:
             all_heads = range(model.config.num_key_value_heads)
             kept = {layer: set(all_heads) for layer in self.kept}
             for layer, head in self.heads:
                 kept.setdefault(layer, set()).add(head)
-            return restrict_heads(model, kept, self.window, self.sinks)
+            return restrict_heads(model, kept, self.windows or self.window, self.sinks)
         layers = [i for i in range(model.config.num_hidden_layers) if i not in self.kept and not self._has(model, i)]
         return restrict_to_window(model, self.window, self.sinks, layers) if layers else model
 

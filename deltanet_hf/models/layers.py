@@ -10,8 +10,8 @@ computes which layers are converted. `cache_bits` is how many bits keys and valu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -96,6 +96,17 @@ class LayerTable:
                 _with_softmax_heads(mixer, settings, num_heads, heads) if heads else Kind(mixer, settings)
             )
         return cls(kinds, tuple(layers))
+
+    def with_windows(self, windows: Sequence[int]) -> LayerTable:
+        """The same kinds with windows of so many tokens, by layer; names of kinds end with the number."""
+        kinds: dict[str, Kind] = {}
+        layers = []
+        for name, window in zip(self.layers, windows, strict=True):
+            layers.append(name if name == SOFTMAX else f"{name}_{window}")
+            if name != SOFTMAX:
+                kind = self.kinds[name]
+                kinds[layers[-1]] = Kind(kind.mixer, replace(kind.settings, window=window))
+        return replace(self, kinds=kinds, layers=tuple(layers))
 
     @classmethod
     def preset(

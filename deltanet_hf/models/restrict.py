@@ -6,7 +6,7 @@ a window and sinks are that of DuoAttention (arXiv 2410.10819).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def restrict_to_window(
 
 @torch.no_grad()
 def restrict_heads(
-    model: PreTrainedModel, kept: Mapping[int, Collection[int]], window: int = 64, sinks: int = 4
+    model: PreTrainedModel, kept: Mapping[int, Collection[int]], window: int | Sequence[int] = 64, sinks: int = 4
 ) -> PreTrainedModel:
     """Put every key/value head that is not in `kept` under a window and sinks; returns the model itself.
 
@@ -70,7 +70,7 @@ def restrict_heads(
     Args:
         model: a softmax model of a supported family, its weights in memory.
         kept: key/value heads that keep everything, by layer; layers that are not listed keep none.
-        window: number of most recent tokens that a query sees, itself included (>= 1).
+        window: number of most recent tokens that a query sees, itself included (>= 1); or the numbers by layer.
         sinks: number of tokens at the start of each sequence that all queries see (>= 0).
 
     Raises:
@@ -81,7 +81,10 @@ def restrict_heads(
     layers = list(getattr(decoder, "layers", ()))
     count = int(getattr(model.config, "num_key_value_heads", 0))
     try:
-        sizes = WindowSettings.from_dict({"window": window, "sinks": sinks}, "restrict_heads")
+        sizes = [
+            WindowSettings.from_dict({"window": tokens, "sinks": sinks}, "restrict_heads")
+            for tokens in ([window] * len(layers) if isinstance(window, int) else window)
+        ]
     except ValueError as error:
         raise UserError(str(error)) from None
     for layer, heads in kept.items():
@@ -90,14 +93,14 @@ def restrict_heads(
                 f"restrict_heads: layer {layer} with heads {sorted(heads)} is not in this model, which has layers 0 to "
                 f"{len(layers) - 1} with key/value heads 0 to {count - 1}"
             )
-    for index, layer in enumerate(layers):
+    for (index, layer), size in zip(enumerate(layers), sizes, strict=True):
         attention: Any = getattr(layer, "self_attn", None)
         _check(attention, index)
         here = set(kept.get(index, ()))
         if not here:
-            WindowAttention.from_attention(attention, model.config, index, sizes)
+            WindowAttention.from_attention(attention, model.config, index, size)
         elif len(here) < count:
-            layer.self_attn = _split(attention, model.config, index, here, sizes)
+            layer.self_attn = _split(attention, model.config, index, here, size)
     make_stateful(model)
     return model
 

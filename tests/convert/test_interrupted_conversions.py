@@ -112,12 +112,12 @@ def test_another_planned_window_cannot_resume(teacher: Path, tmp_path: Path) -> 
     def plan(window: int) -> dict[str, Any]:
         facts: dict[str, Any] = {"teacher": "tiny", "model_type": "llama", "unit": "layer", "method": "forward"}
         facts |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "seed": 0, "budget": "16%@128", "kept": ((1,),)}
-        chosen = Selection(**facts, order=((1,),), scores={}, settings={}, planned_window=window)
+        chosen = Selection(**facts, order=((1,),), scores={}, settings={}, planned_windows=(window,) * 2)
         file.write_text(json.dumps(chosen.to_json()))
         return {"layers": str(file), "mixer": "window"}
 
     stopped(teacher, out, **plan(33))
-    with pytest.raises(UserError, match=r"with another options\.table\.kinds\.local\.window \(33, now 65\)"):
+    with pytest.raises(UserError, match=r"with another options\.table\.kinds\.local_33"):
         tiny_conversion(teacher, out, **plan(65), resume=True)
     assert tiny_conversion(teacher, out, **plan(33), resume=True)["options"]["layers"] == str(file)
 

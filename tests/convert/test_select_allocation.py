@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.spending import SHORTEST, Spending
 from deltanet_convert.select.units import Candidates
+from deltanet_convert.select.window_shares import cheapest, window_shares
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
@@ -55,8 +59,12 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits:
     out = tmp_path / "s.json"
     found = tiny_selection(far, out, budget, cache_bits=bits)
     assert (FAR_LAYER, FAR_HEAD) in found.kept
-    taken = next(step for step in found.scores["allocations"] if step["kept"] == len(found.kept))
-    assert taken["window"] == found.planned_window
+    assert found.planned_windows is not None
+    taken = next(
+        step
+        for step in found.scores["allocations"]
+        if (step["kept"], step["windows"]) == (len(found.kept), [*found.planned_windows])
+    )
     assert taken["score"] < 0.01
     tiny_conversion(far, tmp_path / "out", layers=str(out), mixer="window", cache_bits=bits)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -64,7 +72,8 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits:
     spending = tiny_task(far, budget, cache_bits=bits).spending
     assert spending is not None
     assert all(step["nbytes"] <= spending.allowed for step in found.scores["allocations"])
-    assert spending.sizes.total(found.kept, found.planned_window + 32) > spending.allowed
+    longer = [2 * window for window in found.planned_windows]
+    assert spending.sizes.total(found.kept, longer) > spending.allowed
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -72,9 +81,9 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits:
 def test_bytes_with_sliding_windows_of_the_family(family: str, bits: int, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
     sizes, kept = sizes_of(teacher, at=120, bits=bits), ((1, 0),)
-    file = written(tmp_path, family, planned_window=33, local=sizes.candidates.local, kept=kept)
+    file = written(tmp_path, family, planned_windows=(33,) * 4, local=sizes.candidates.local, kept=kept)
     job = tiny_job(teacher, tmp_path / "out", layers=file, mixer="window", cache_bits=bits)
-    assert sizes.total(kept, 33) == sum(layer.cache_bytes(120) for layer in job.plan.layers)
+    assert sizes.total(kept, [33] * 4) == sum(layer.cache_bytes(120) for layer in job.plan.layers)
     assert sizes.teacher_bytes == sum(layer.kv_bytes(120) for layer in job.plan.layers)
 
 
@@ -90,24 +99,25 @@ def written(folder: Path, model_type: str = "llama", **changes: Any) -> str:
 
 def test_the_file_of_a_plan(far: Path, tmp_path: Path) -> None:
     config = opened(far).config
-    file = written(tmp_path, planned_window=97)
+    file = written(tmp_path, planned_windows=(97, 97, 33, 97))
     found = file_selection(file, config)
     assert found is not None
-    assert (found.kept, found.planned_window) == ((), 97)
-    assert json.loads(Path(file).read_text())["format"] == "deltanet-hf selection 2"
+    assert (found.kept, found.planned_windows) == ((), (97, 97, 33, 97))
+    assert json.loads(Path(file).read_text())["format"] == "deltanet-hf selection 3"
     options = {"layers": file, "mixer": "window"}
-    local = tiny_job(far, tmp_path / "out", **options).table.only_kind
-    assert local.settings.window == 97
+    table = tiny_job(far, tmp_path / "out", **options).table
+    assert table.layers == ("local_97", "local_97", "local_33", "local_97")
+    assert {name: kind.settings.window for name, kind in table.kinds.items()} == {"local_97": 97, "local_33": 33}
     changed = tiny_job(far, tmp_path / "out", **options, changes=("window=65",)).table.only_kind
     assert changed.settings.window == 65
     with_state = tiny_job(far, tmp_path / "out", layers=file, mixer="gated_deltanet+window").table.only_kind
     assert with_state.settings.window == 256
-    file = written(tmp_path, planned_window=97, kept=((0,), (3,)), unit="layer")
-    assert tiny_job(far, tmp_path / "out", **options).table.layers == ("softmax", "local", "local", "softmax")
-    for window in (0, None, "97"):
-        value = json.loads(Path(file).read_text()) | {"planned_window": window}
+    file = written(tmp_path, planned_windows=(97, 33, 97, 97), kept=((0,), (3,)), unit="layer")
+    assert tiny_job(far, tmp_path / "out", **options).table.layers == ("softmax", "local_33", "local_97", "softmax")
+    for windows in ([97, 33, 97], [97, 33, 97, 0], [97, 33, 97, "97"], None, 97):
+        value = json.loads(Path(file).read_text()) | {"planned_windows": windows}
         Path(file).write_text(json.dumps(value))
-        with pytest.raises(UserError, match="key 'planned_window' is"):
+        with pytest.raises(UserError, match="key 'planned_windows' is"):
             read_selection(Path(file))
 
 
@@ -129,13 +139,13 @@ def test_the_smallest_budget_is_named_and_works(far: Path) -> None:
     assert named is not None
     spending = Spending(Budget.parse(named[1]), sizes)
     assert spending.counts() == [0]
-    assert spending.window(()) == SHORTEST
+    assert spending.windows((), [1.0] * 4) == (SHORTEST,) * 4
     with pytest.raises(UserError, match="too few bytes"):
         Spending(Budget.parse(f"{int(named[2]) - 1}KB@512"), sizes)
 
 
 def test_the_teacher_itself_is_an_answer(far: Path, tmp_path: Path) -> None:
-    whole = sizes_of(far).total(Candidates.of(opened(far).config, "kv_head").units, SHORTEST)
+    whole = sizes_of(far).total(Candidates.of(opened(far).config, "kv_head").units, [SHORTEST] * 4)
     enough, less = f"{-(-whole // 1000)}KB@512", f"{whole // 1000 - 1}KB@512"
     for mixer in ("window", "gated_deltanet+window"):
         with pytest.raises(
@@ -149,7 +159,7 @@ def test_the_teacher_itself_is_an_answer(far: Path, tmp_path: Path) -> None:
 
 def test_the_cheapest_allocation_is_taken() -> None:
     def row(kept: int, kl: float, score: float | None) -> Allocation:
-        return Allocation(kept, 100, 1000, kl, score)
+        return Allocation(kept, (100,), 1000, kl, score)
 
     uniform = row(0, 0.04, 0.8)
     rows = [uniform, row(3, 0.03, 0.4), row(6, 0.035, 0.2), row(9, 0.04, 0.2), row(12, 0.08, 0.1)]
@@ -194,9 +204,10 @@ def test_the_command_prints_what_heads_get(far: Path, tmp_path: Path, capsys: py
     given = {key: value for key, value in QUICK.items() if key != "sinks"}
     select_command(str(far), out=tmp_path / "s.json", keep="16%@512", **given)
     printed = " ".join(capsys.readouterr().out.split())
-    window = read_selection(tmp_path / "s.json").planned_window
+    windows = read_selection(tmp_path / "s.json").planned_windows
+    assert windows is not None
     assert "measured on texts of 512 tokens" in printed
-    assert f"all others see the last {window} tokens and the first 4" in printed
+    assert f"all others see the first 4 and the last {min(windows)} in layers " in printed
     assert re.search(r"At 512 tokens a sequence takes \d+\.\d kB, the teacher's 1\.0 MB", printed)
 
 
@@ -206,9 +217,44 @@ def test_convert_plans_windows(far: Path, tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "out"
     report = tiny_conversion(far, out, **options)
     table = json.loads((out / "config.json").read_text())["deltanet"]
-    assert table["kinds"]["heads_1"]["window"] == report["selection"]["planned_window"]
+    windows = report["selection"]["planned_windows"]
+    assert [table["kinds"][name]["window"] for name in table["layers"]] == windows
     assert tiny_conversion(far, out, **options, resume=True) == report
     with pytest.raises(UserError, match="leave out --set window"):
         tiny_job(far, tmp_path / "other", **options, changes=("window=65",))
     with pytest.raises(UserError, match="--layers auto:90%@512: holds the teacher's own cache"):
         tiny_job(far, tmp_path / "other", **{**options, "layers": "auto:90%@512"})
+
+
+def test_windows_are_shared_by_price() -> None:
+    rng = random.Random(0)
+    sizes = [[-3, -2, 0, 4, 12], [-6, -4, 0, 8, 24], [0, 0, 0, 0, 0], [-3, -2, 0, 4, 12]]
+    for allowed in (0, 5, 40):
+        losses = [sorted((rng.random() for _ in range(5)), reverse=True) for _ in sizes]
+        found = cheapest(losses, sizes, allowed)
+        used, lost = (sum(row[place] for row, place in zip(rows, found, strict=True)) for rows in (sizes, losses))
+        every = itertools.product(range(5), repeat=len(sizes))
+        least = min(
+            sum(row[place] for row, place in zip(losses, places, strict=True))
+            for places in every
+            if sum(row[place] for row, place in zip(sizes, places, strict=True)) <= used
+        )
+        assert used <= allowed
+        assert lost == least
+
+
+def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) -> None:
+    """No head is kept, so only a longer window of the one layer that looks far keeps what it finds."""
+    task = tiny_task(far, BUDGET)
+    assert task.spending is not None
+    alike = task.spending.windows((), [1.0] * 4)
+    assert alike is not None
+
+    def text_kl(windows: Sequence[int]) -> float:
+        return 1 / windows[FAR_LAYER]
+
+    shares = window_shares(task.spending, (), alike, text_kl, lambda share: None)
+    windows = task.spending.windows((), shares)
+    assert windows is not None
+    assert windows[FAR_LAYER] > max(alike) > min(windows)
+    assert task.spending.sizes.total((), windows) <= task.spending.allowed

@@ -94,14 +94,15 @@ def test_a_plan_is_measured_beside_windows_of_its_budget(
     facts: dict[str, Any] = {"teacher": "T", "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}
     facts |= {"unit": "kv_head", "method": "forward", "budget": "1MB@2k", "seed": 0, "settings": {"cache_bits": 4}}
     kept = ((0, 1), (2, 0), (2, 1))
-    scores = {"allocations": [{"window": 129}, {"window": 33}]}
-    plan = Selection(**facts, kept=kept, order=kept, scores=scores, planned_window=33)
+    scores = {"allocations": [{"windows": [129] * 4}, {"windows": [33, 33, 65, 33]}]}
+    plan = Selection(**facts, kept=kept, order=kept, scores=scores, planned_windows=(33, 33, 65, 33))
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
     out = tmp_path / "rows.json"
     front.main(arrays, out, str(teacher_folder), plan=[tmp_path / "plan.json"], limit=2)
     rows = {row["run"]: row for row in json.loads(out.read_text())}
     planned, windows = rows["plan-1MB@2k"], rows["windows-1MB@2k"]
-    assert (planned["kept_heads"], planned["window"], planned["bits"]) == ([list(head) for head in kept], 33, 4)
+    assert (planned["kept_heads"], planned["bits"]) == ([list(head) for head in kept], 4)
+    assert planned["windows"] == [33, 33, 65, 33]
     assert (windows["kept"], windows["window"]) == ([], 129)
     assert "kept_heads" not in windows
     assert planned["kl_4k"] != windows["kl_4k"]

@@ -1,10 +1,11 @@
-"""How a budget in bytes is spent: which units stay whole, and how long the window of all others is.
+"""How a budget in bytes is spent: which units stay whole, and how long the windows of all others are.
 
 The rounds of a selection give the order in which units are worth keeping. For every number of kept units there is one
 longest window that fits; about ten such allocations are measured, from windows alone to as many units as the budget
 holds, as models with keys and values in the bits of the cache, on texts of the length of the budget. The cost of an
-allocation is the sum of its KL divergence and its score, each divided by that of windows alone; the cheapest is taken.
-After two in a row that are worse than the best, no more are tried.
+allocation is the sum of its KL divergence and its score, each divided by that of windows alone; the cheapest is the
+best. After two in a row that are worse than the best, no more are tried. Then the windows of the best are shared anew
+among the layers (`window_shares.py`), and the cheaper of the two is taken.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -27,6 +29,7 @@ from .scoring import Score, Scorer
 from .switchable import SwitchableModel
 from .task import SelectionTask
 from .units import Candidates, Unit, whole_heads
+from .window_shares import window_shares
 
 PATIENCE = 2  # allocations in a row that are worse than the best, after which none is tried
 POSITIONS = 2048  # last tokens of a text that the KL divergence is taken on, at most
@@ -39,14 +42,14 @@ class Allocation:
 
     Attributes:
         kept: number of units that stay whole, the first of the order.
-        window: tokens that all others see.
+        windows: tokens that all others see, by layer.
         nbytes: of the cache.
         kl: KL divergence from the teacher on running text, in nats per token.
         score: loss on the answers, 0 for the teacher and 1 for short windows everywhere; None where none are asked.
     """
 
     kept: int
-    window: int
+    windows: tuple[int, ...]
     nbytes: int
     kl: float
     score: float | None
@@ -60,11 +63,21 @@ class Allocation:
 
     def __str__(self) -> str:
         score = "" if self.score is None else f", score {self.score:.3f}"
-        what = f"{self.kept} whole, windows of {self.window:,} tokens elsewhere"
+        what = f"{self.kept} whole, windows of {shown_windows(self.windows)} tokens elsewhere"
         return f"{what}: {size(self.nbytes)}, KL {self.kl:.4f}{score}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "windows": list(self.windows)}
+
+    @classmethod
+    def from_json(cls, figures: dict[str, Any]) -> Allocation:
+        """The inverse of `to_json`."""
+        return cls(**{**figures, "windows": tuple(figures["windows"])})
+
+
+def shown_windows(windows: Sequence[int]) -> str:
+    """The shortest and the longest, as one number where they are the same."""
+    return f"{min(windows):,}" if len(set(windows)) == 1 else f"{min(windows):,} to {max(windows):,}"
 
 
 def best_of(found: Sequence[Allocation]) -> Allocation:
@@ -98,18 +111,30 @@ def allocations(
         UserError: the teacher answers no format of probes at the length of the budget.
     """
     assert task.spending is not None
-    found, sizes = list(done), task.spending.sizes
-    measure: _Measure | None = None
-    for count in task.spending.counts()[len(found) :]:
+    spending, found = task.spending, list(done)
+    if any(len(set(allocation.windows)) > 1 for allocation in found):
+        return found
+    measure = _Measure(task, model, scorer, spending.length, spending.sizes.bits)
+    alike = [1.0] * task.teacher.num_layers
+
+    def add(kept: list[Unit], windows: tuple[int, ...]) -> None:
+        found.append(Allocation(len(kept), windows, spending.sizes.total(kept, windows), *measure(kept, windows)))
+        record(found[-1])
+
+    for count in spending.counts()[len(found) :]:
         if is_done(found):
             break
         kept = most_important(count)
-        window = task.spending.window(kept)
-        if window is None:
+        windows = spending.windows(kept, alike)
+        if windows is None:
             break
-        measure = measure or _Measure(task, model, scorer, task.spending.length, sizes.bits)
-        found.append(Allocation(count, window, sizes.total(kept, window), *measure(kept, window)))
-        record(found[-1])
+        add(kept, windows)
+    best = best_of(found)
+    kept = most_important(best.kept)
+    shares = window_shares(spending, kept, best.windows, partial(measure.text_kl, kept), scorer.tick)
+    shared = spending.windows(kept, shares)
+    if shared is not None and shared != best.windows:
+        add(kept, shared)
     return found
 
 
@@ -128,15 +153,22 @@ class _Measure:
             references = References.measure(scorer, asked)
             self.answers = references.score(scorer, asked, task.teacher.name)
 
-    def __call__(self, kept: Sequence[Unit], window: int) -> tuple[float, float | None]:
+    def __call__(self, kept: Sequence[Unit], windows: Sequence[int]) -> tuple[float, float | None]:
         """KL divergence and score of the teacher with these units whole and windows elsewhere."""
-        model = sharing_copy(self.model)
-        heads = whole_heads(kept, self.local, int(model.config.num_key_value_heads))
-        restrict_heads(model, heads, window, SINKS)
-        use_cache_bits(model, self.bits)
-        scorer = Scorer(SwitchableModel(model, Candidates((), (), None), window, SINKS))
+        scorer = self._scorer(kept, windows)
         kl = float(scorer.losses(self.text, ()))
         return kl, None if self.answers is None else replace(self.answers, scorer=scorer).of(())
+
+    def text_kl(self, kept: Sequence[Unit], windows: Sequence[int]) -> float:
+        """The KL divergence alone."""
+        return float(self._scorer(kept, windows).losses(self.text, ()))
+
+    def _scorer(self, kept: Sequence[Unit], windows: Sequence[int]) -> Scorer:
+        model = sharing_copy(self.model)
+        heads = whole_heads(kept, self.local, int(model.config.num_key_value_heads))
+        restrict_heads(model, heads, windows, SINKS)
+        use_cache_bits(model, self.bits)
+        return Scorer(SwitchableModel(model, Candidates((), (), None), max(windows), SINKS))
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:

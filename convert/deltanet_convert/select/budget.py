@@ -85,7 +85,8 @@ class Budget:
         units, allowed = sizes.candidates.units, self.allowed(sizes)
 
         def total(count: int) -> int:
-            return sizes.total(evenly(units, count), shortest)
+            windows = None if shortest is None else [shortest] * sizes.teacher.num_layers
+            return sizes.total(evenly(units, count), windows)
 
         none, one, whole = total(0), total(1), total(len(units))
         if whole <= none:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,12 +37,12 @@ class CacheSizes:
         """The teacher's cache in 16 bits."""
         return replace(self, bits=16).total(self.candidates.units, None)
 
-    def total(self, kept: Collection[Unit], window: int | None) -> int:
+    def total(self, kept: Collection[Unit], windows: Sequence[int] | None) -> int:
         """All layers, with the units `kept` whole.
 
         Args:
-            window: tokens that the other candidates see besides the sinks; None where they are converted as `layers`
-                says.
+            windows: tokens that the other candidates see besides the sinks, by layer; None where they are converted
+                as `layers` says.
         """
         heads = int(self.teacher.config.num_key_value_heads)
         whole = whole_heads(kept, self.candidates.local, heads)
@@ -50,8 +50,8 @@ class CacheSizes:
         for layer in range(self.teacher.num_layers):
             count = len(whole.get(layer, ()))
             found += self._heads(layer, count)
-            if window is not None:
-                found += self._heads(layer, heads - count, window)
+            if windows is not None:
+                found += self._heads(layer, heads - count, windows[layer])
             elif count < heads:
                 found += self.layers[layer].cache_bytes(self.at) * (heads - count) / heads
         return round(found)

@@ -97,14 +97,14 @@ class SelectionJournal(Journal):
 
     def allocations(self) -> list[Allocation]:
         """The measured allocations."""
-        found = [Allocation(**figures) for step, figures in self.steps.items() if step.startswith(ALLOCATION)]
+        found = [Allocation.from_json(figures) for step, figures in self.steps.items() if step.startswith(ALLOCATION)]
         if not all(math.isfinite(allocation.cost(found[0])) for allocation in found):
             raise ValueError("a loss is not a number")
         return found
 
     def allocated(self, found: Allocation) -> None:
         """Records an allocation."""
-        self.done(f"{ALLOCATION}{found.kept}", found.to_json())
+        self.done(f"{ALLOCATION}{len(self.allocations())}", found.to_json())
 
     def round_done(self, number: int, found: Round) -> None:
         """Records a round."""

@@ -56,12 +56,12 @@ def run_selection(
     with locked_beside(out, "selection"):
         journal = SelectionJournal(out, _request(task), overwrite, task.candidates.units, drawn)
         try:
-            order, scores, window = _measured(task, journal, show) if task.spread is None else (task.spread, {}, None)
+            order, scores, windows = _measured(task, journal, show) if task.spread is None else (task.spread, {}, None)
         except UserError:
             if not journal.steps:  # nothing worth continuing
                 journal.remove()
             raise
-        selection = task.selection(order, scores, window)
+        selection = task.selection(order, scores, windows)
         write_atomically(out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
         if drawn is not None:
             write_atomically(drawn, selection_plot(selection))
@@ -71,8 +71,8 @@ def run_selection(
 
 def _measured(
     task: SelectionTask, journal: SelectionJournal, show: Show
-) -> tuple[Sequence[Unit], dict[str, Any], int | None]:
-    """The kept units, the most important one first, what was measured, and the planned window."""
+) -> tuple[Sequence[Unit], dict[str, Any], tuple[int, ...] | None]:
+    """The kept units, the most important one first, what was measured, and the planned windows."""
     options = task.options
     if options.window + options.sinks >= task.length:
         raise UserError(
@@ -110,7 +110,7 @@ def _measured(
         return [step.unit for step in rounds[:count]]
 
     if task.spending is None:
-        count, window, more = task.count, None, {}
+        count, windows, more = task.count, None, {}
     else:
 
         def record(found: Allocation) -> None:
@@ -119,10 +119,10 @@ def _measured(
 
         tried = allocations(task, loaded, scorer, most_important, journal.allocations(), record)
         best = best_of(tried)
-        count, window, more = best.kept, best.window, {"allocations": [found.to_json() for found in tried]}
+        count, windows, more = best.kept, best.windows, {"allocations": [found.to_json() for found in tried]}
     chosen = most_important(count)
     uniform = score.of(evenly(units, count))
-    return chosen, _scores(references, rounds[:count], uniform) | more, window
+    return chosen, _scores(references, rounds[:count], uniform) | more, windows
 
 
 def _request(task: SelectionTask) -> dict[str, Any]:

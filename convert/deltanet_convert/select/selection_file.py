@@ -13,7 +13,7 @@ from deltanet_hf.errors import UserError
 from .units import UNITS, Unit, to_json, whole_heads
 
 FORMAT = "deltanet-hf selection 1"
-PLANNED = "deltanet-hf selection 2"  # with the key `planned_window`
+PLANNED = "deltanet-hf selection 3"  # with the key `planned_windows`
 MAX_BYTES = 20_000_000
 
 
@@ -31,7 +31,7 @@ class Selection:
         scores: what was measured.
         settings: window, sinks and probes with which it was measured.
         local: layers with the family's own sliding window, ascending; they stay softmax too.
-        planned_window: tokens that all other layers or heads see; None where a conversion says it.
+        planned_windows: tokens that what is not kept sees, by layer; None where a conversion says it.
     """
 
     teacher: str
@@ -47,7 +47,7 @@ class Selection:
     scores: Mapping[str, Any]
     settings: Mapping[str, Any]
     local: tuple[int, ...] = ()
-    planned_window: int | None = None
+    planned_windows: tuple[int, ...] | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -66,10 +66,10 @@ class Selection:
         """The contents of the file."""
         lists = {"kept": [to_json(unit) for unit in self.kept], "order": [to_json(unit) for unit in self.order]}
         value = {"format": FORMAT, **asdict(self), **lists, "local": list(self.local)}
-        if self.planned_window is None:
-            del value["planned_window"]
+        if self.planned_windows is None:
+            del value["planned_windows"]
             return value
-        return {**value, "format": PLANNED}
+        return {**value, "format": PLANNED, "planned_windows": list(self.planned_windows)}
 
 
 def read_selection(path: Path) -> Selection:
@@ -92,33 +92,41 @@ def parse_selection(value: Any, where: str) -> Selection:
     if not isinstance(value, dict) or value.get("format") not in (FORMAT, PLANNED):
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         raise UserError(f"{where}: key 'format' is {found!r}, expected '{FORMAT}'; run deltanet-hf select again")
-    types: dict[str, type] = {"kept": list, "order": list, "local": list, "scores": dict, "settings": dict}
-    numbers = ("num_hidden_layers", "num_key_value_heads", "seed", "planned_window")
+    lists = ("kept", "order", "local", "planned_windows")
+    types: dict[str, type] = {**dict.fromkeys(lists, list), "scores": dict, "settings": dict}
+    numbers = ("num_hidden_layers", "num_key_value_heads", "seed")
     types |= {
         field.name: int if field.name in numbers else str for field in fields(Selection) if field.name not in types
     }
     if value["format"] == FORMAT:
-        del types["planned_window"]
+        del types["planned_windows"]
     found = {"scores": {}, "settings": {}, "local": [], **value}
     for key, kind in types.items():
         if type(found.get(key)) is not kind:
             raise UserError(f"{where}: key '{key}' is {found.get(key)!r:.60}, expected a JSON {_json_name(kind)}")
     if found["unit"] not in UNITS:
         raise UserError(f"{where}: key 'unit' is {found['unit']!r:.60}, expected one of {', '.join(UNITS)}")
-    for key in ("num_hidden_layers", "num_key_value_heads", "planned_window"):
-        if key in types and found[key] < 1:
+    for key in ("num_hidden_layers", "num_key_value_heads"):
+        if found[key] < 1:
             raise UserError(f"{where}: key '{key}' is {found[key]}, expected at least 1")
+    windows = found.get("planned_windows", [])
+    if "planned_windows" in types and (
+        len(windows) != found["num_hidden_layers"] or any(type(window) is not int or window < 1 for window in windows)
+    ):
+        raise UserError(f"{where}: key 'planned_windows' is {windows!r:.60}, expected tokens by layer")
     kept, order = (_units(found, key, where) for key in ("kept", "order"))
     local = [unit[0] for unit in _units({**found, "unit": "layer"}, "local", where)]
     if both := {unit[0] for unit in kept} & {*local}:
         raise UserError(
             f"{where}: keys 'kept' and 'local' both list layers {sorted(both)}; run deltanet-hf select again"
         )
-    if not kept and "planned_window" not in types:
+    if not kept and "planned_windows" not in types:
         raise UserError(f"{where}: key 'kept' lists nothing; say --layers all to convert every layer")
     if sorted(order) != sorted(kept):
         raise UserError(f"{where}: keys 'order' and 'kept' list different units; run deltanet-hf select again")
     units = {"kept": tuple(sorted(kept)), "order": tuple(order), "local": tuple(sorted(local))}
+    if "planned_windows" in types:
+        units["planned_windows"] = tuple(windows)
     values = {key: found[key] for key in types} | units
     return Selection(**values)
 

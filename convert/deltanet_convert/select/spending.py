@@ -1,8 +1,9 @@
-"""Turns a budget in bytes into numbers of whole units and the longest window of all others."""
+"""Turns a budget in bytes into numbers of whole units and the longest windows of all others."""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 
 from deltanet_kernels.packed_cache.layout import GROUP
@@ -42,8 +43,21 @@ class Spending:
         """The numbers of kept units that are tried, ascending."""
         return sorted({round(step * self.most / TRIED) for step in range(TRIED + 1)})
 
-    def window(self, kept: Sequence[Unit]) -> int | None:
-        """The longest window of the units that are not kept; None if the shortest takes too much."""
-        windows = range(SHORTEST, self.longest + 1)
-        place = bisect.bisect_right(windows, self.allowed, key=lambda window: self.sizes.total(kept, window))
-        return windows[place - 1] if place else None
+    def windows(self, kept: Sequence[Unit], shares: Sequence[float]) -> tuple[int, ...] | None:
+        """The longest windows of the units that are not kept, by layer; None if the shortest take too much.
+
+        Args:
+            shares: how long they are in proportion to each other.
+        """
+
+        def lengths(base: int) -> tuple[int, ...]:
+            return tuple(self.in_groups(base * share) for share in shares)
+
+        bases = range(1, int(self.longest / min(shares)) + 1)
+        place = bisect.bisect_right(bases, self.allowed, key=lambda base: self.sizes.total(kept, lengths(base)))
+        return lengths(bases[place - 1]) if place else None
+
+    def in_groups(self, tokens: float) -> int:
+        """A window of about so many tokens, before which a packed cache keeps whole groups."""
+        groups = math.ceil((min(tokens, self.longest) - 1) / GROUP)
+        return max(SHORTEST, groups * GROUP + 1)

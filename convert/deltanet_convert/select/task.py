@@ -63,8 +63,10 @@ class SelectionTask:
             "probes": options.probes,
         } | planned
 
-    def selection(self, order: Sequence[Unit], scores: Mapping[str, Any], window: int | None = None) -> Selection:
-        """The result, given the kept units with the most important one first, what was measured, and the window."""
+    def selection(
+        self, order: Sequence[Unit], scores: Mapping[str, Any], windows: tuple[int, ...] | None = None
+    ) -> Selection:
+        """The result, given the kept units with the most important one first, what was measured, and the windows."""
         config, options = self.teacher.config, self.options
         assert options.unit is not None  # `plan_selection` has decided
         return Selection(
@@ -81,13 +83,13 @@ class SelectionTask:
             scores=scores,
             settings=self.settings,
             local=self.candidates.local,
-            planned_window=window,
+            planned_windows=windows,
         )
 
     def is_answered_by(self, found: Selection) -> bool:
         """Whether `found` came from this very task."""
         as_many = self.spending is not None or len(found.kept) == self.count
-        return as_many and found == self.selection(found.order, found.scores, found.planned_window)
+        return as_many and found == self.selection(found.order, found.scores, found.planned_windows)
 
 
 def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) -> SelectionTask:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..views.plan_view import size
+from .allocation import Allocation, shown_windows
 from .cache_sizes import SINKS
 from .selection_file import Selection
 from .task import SelectionTask
@@ -38,7 +39,7 @@ def print_selection(selection: Selection, task: SelectionTask, console: Console)
     if task.spending is not None:
         _print_allocations(selection, task.spending.length, console)
     if (sizes := task.sizes) is not None:
-        used, whole = size(sizes.total(selection.kept, selection.planned_window)), size(sizes.teacher_bytes)
+        used, whole = size(sizes.total(selection.kept, selection.planned_windows)), size(sizes.teacher_bytes)
         console.print(f"At {sizes.at:,} tokens a sequence takes {used}, the teacher's {whole}.", highlight=False)
 
 
@@ -46,16 +47,22 @@ def _print_allocations(selection: Selection, length: int, console: Console) -> N
     """The measured ways to spend the budget, and what each head gets by the best one."""
     console.print(f"Ways to spend the budget, measured on texts of {length:,} tokens", highlight=False)
     table = Table()
-    for column in ("whole", "window elsewhere", "cache", "KL", "score", ""):
+    for column in ("whole", "windows elsewhere", "cache", "KL", "score", ""):
         table.add_column(column, justify="right")
-    for found in selection.scores["allocations"]:
-        score = "-" if found["score"] is None else f"{found['score']:.3f}"
-        figures = (str(found["kept"]), f"{found['window']:,}", size(found["nbytes"]), f"{found['kl']:.4f}", score)
-        table.add_row(*figures, "taken" if found["kept"] == len(selection.kept) else "")
+    for figures in selection.scores["allocations"]:
+        found = Allocation.from_json(figures)
+        score = "-" if found.score is None else f"{found.score:.3f}"
+        cells = (str(found.kept), shown_windows(found.windows), size(found.nbytes), f"{found.kl:.4f}", score)
+        is_taken = (found.kept, found.windows) == (len(selection.kept), selection.planned_windows)
+        table.add_row(*cells, "taken" if is_taken else "")
     console.print(table)
     units = "layers" if selection.unit == "layer" else "key/value heads"
+    layers: dict[int, list[str]] = {}
+    for layer, window in enumerate(selection.planned_windows or ()):
+        layers.setdefault(window, []).append(str(layer))
     console.print(
-        f"The {units} of the first table keep all tokens; all others see the last {selection.planned_window:,} tokens "
-        f"and the first {SINKS}.",
+        f"The {units} of the first table keep all tokens; all others see the first {SINKS} and the last "
+        + "; ".join(f"{window:,} in layers {', '.join(layers[window])}" for window in sorted(layers))
+        + ".",
         highlight=False,
     )

@@ -146,6 +146,7 @@ def main(
     def add_policy(run: str, policy: WindowPolicy, width: int, made: dict[str, Any]) -> None:
         facts: dict[str, Any] = {"kept": list(policy.kept), "window": policy.window, "sinks": SINKS, "tokens": 0}
         facts |= {"kept_heads": [list(head) for head in policy.heads]} if policy.heads else {}
+        facts |= {"windows": list(policy.windows)} if policy.windows else {}
         add(run, "free", policy.apply(loaded), width, facts | made)
 
     copied: Any = load_for_measure(teacher, device) if teacher_bits else None
@@ -160,12 +161,14 @@ def main(
         add_policy(f"free-{text}", WindowPolicy(layers, window, heads=heads), width, command(teacher, policy=text))
     for file in plan or ():
         chosen = read_selection(file)
-        if chosen.planned_window is None:
+        if chosen.planned_windows is None:
             raise UserError(f"--plan {file}: plans no windows; deltanet-hf select does with --keep 5.4MB@2k")
-        windows, width = chosen.scores["allocations"][0]["window"], chosen.settings["cache_bits"]
+        windows, width = chosen.planned_windows, chosen.settings["cache_bits"]
+        alone = chosen.scores["allocations"][0]["windows"][0]
         made = command(teacher, plan=file.name)
-        add_policy(f"plan-{chosen.budget}", WindowPolicy((), chosen.planned_window, heads=chosen.heads), width, made)
-        add_policy(f"windows-{chosen.budget}", WindowPolicy(chosen.local, windows), width, made)
+        planned = WindowPolicy((), max(windows), heads=chosen.heads, windows=windows)
+        add_policy(f"plan-{chosen.budget}", planned, width, made)
+        add_policy(f"windows-{chosen.budget}", WindowPolicy(chosen.local, alone), width, made)
     for entry in model or ():
         name, _, folder = entry.partition("=")
         student: Any = load_for_measure(folder, device)

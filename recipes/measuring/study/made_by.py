@@ -75,7 +75,7 @@ def conversion(report: dict[str, Any]) -> list[str]:
 def _layers(report: dict[str, Any]) -> str:
     """`--layers`; in the place of a search for layers, what it found."""
     options, found = report["options"], report.get("selection") or {}
-    if not options["layers"].startswith(AUTO) or found.get("unit") == "kv_head" or "planned_window" in found:
+    if not options["layers"].startswith(AUTO) or found.get("unit") == "kv_head" or "planned_windows" in found:
         return _shown(options["layers"])
     kept = [str(index) for index, kind in enumerate(options["deltanet"]["layers"]) if kind == SOFTMAX]
     return f"keep:{','.join(kept)}" if kept else "all"
