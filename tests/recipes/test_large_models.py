@@ -49,23 +49,32 @@ def options(shape: str, output: Path, **changes: Any) -> argparse.Namespace:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("others", "stages"),
+    [(("--mixer", "gated_deltanet"), ("align", "distil")), (("--set", "window=8"), ("distil",))],
+    ids=["states", "windows"],
+)
 def test_a_tiny_model_is_trained_killed_resumed_and_generates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    others: tuple[str, ...],
+    stages: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     recipe = {"student": "s", "output": "o", "stages": [{**ALIGN, "mode": "layerwise"}, DISTIL]}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.setitem(random_inputs.SHAPES, "tiny", TINY)
     monkeypatch.setitem(large_models.RECIPES, "tiny", str(tmp_path / "tiny.yaml"))
-    monkeypatch.setattr(random_inputs, "HYBRID", ("--layers", "keep:1", "--mixer", "gated_deltanet"))
+    monkeypatch.setattr(random_inputs, "HYBRID", ("--layers", "keep:1", *others))
     monkeypatch.setattr(random_inputs, "TOKENS", 1 << 15)
     monkeypatch.setattr(large_models, "make_inputs", prepare)
     monkeypatch.setattr(training_process, "POLL", 0.02)
     chosen = options("tiny", tmp_path / "out", steps=40, set=["engine.device=cpu"])
     benchmark(chosen)
     rows = {row["stage"]: row for row in json.loads((tmp_path / "out" / RESULTS).read_text())}
-    assert set(rows) == {"align", "distil", "generate"}
-    for stage, steps in (("align", 40), ("distil", 44)):
-        row = rows[stage]
+    assert set(rows) == {*stages, "generate"}
+    for stage in stages:
+        row, steps = rows[stage], 44 if stage == "distil" else 40
         assert (row["steps"], row["rows"], row["batch_tokens"], row["gpus"]) == (steps, 64, 128, 1)
         assert row["loss_last"] < row["loss_first"]
         assert row["tokens_per_s"] > 0

@@ -26,6 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
+import deltanet_hf  # noqa: F401 (registers converted models)
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.speed.random_models import SHAPES
 from deltanet_hf.exit_codes import run_command
@@ -33,6 +36,7 @@ from deltanet_recipes.config import read_recipe
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import without_alignment
 from measuring.benchmarks.random_inputs import Inputs
 from measuring.benchmarks.stage_row import stage_figures
 from measuring.benchmarks.training_process import TrainingProcess, train_command
@@ -49,7 +53,7 @@ WEIGHTS = ("stages", "checkpoints", "final", "tokens")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--stages", nargs="+", help="kinds of the recipe's stages to run; default: all")
+    parser.add_argument("--stages", nargs="+", help="kinds of the recipe's stages to run; default: all that train")
     parser.add_argument("--train", choices=("lora", "full"), default="lora", help="`train` of the distillation")
     parser.add_argument("--steps", type=int, default=200, help="optimiser steps of each stage")
     parser.add_argument("--processes", type=int, default=1, help="number of GPUs; several share the model by FSDP2")
@@ -74,7 +78,11 @@ def benchmark(options: argparse.Namespace) -> None:
     inputs = make_inputs(options.shape, options.output / options.shape)
     _say(f"teacher, tokens and student: {time.perf_counter() - began:.0f} s")
     recipe_name = RECIPES[options.shape]
-    changes = recipe_changes(options, read_recipe(recipe_name), inputs, run)
+    shipped = read_recipe(recipe_name)
+    if options.stages is None:
+        student = AutoConfig.from_pretrained(inputs.student)
+        options.stages = [stage.kind for stage in without_alignment(shipped, student, list(shipped.stages))]
+    changes = recipe_changes(options, shipped, inputs, run)
     recipe = read_recipe(recipe_name, changes)
     common = {
         "shape": options.shape,
