@@ -24,9 +24,9 @@ RESULTS = Path(__file__).parents[1] / "recipes/results/smollm2-135m-front.json"
 LEAST_TOKENS = 9e6  # of training; rules are compared after less
 LABELS = {
     "teacher@4": "teacher, 4 bits",
-    "control-heads21-897-kl-8k-98m@4": "21 heads",
-    "control-heads9-481-kl-100m@4": "9 heads (default)",
-    "control-plan-3.1MB-100m@4": "6 heads, 3.1 MB",
+    "control-by-layer-9.0MB@4": "9.0 MB",
+    "control-by-layer-5.4MB@4": "default",
+    "control-by-layer-3.1MB-100m@4": "3.1 MB",
 }
 KINDS = {  # colour, marker, and name in the legend
     "black": ("s", "teacher, cache of 16, 8, 4, 3 and 2 bits"),
@@ -35,10 +35,10 @@ KINDS = {  # colour, marker, and name in the legend
     "tab:blue": ("o", "the same with states, trained"),
 }
 PANELS = [  # bytes, column, label, whether higher is better, distances in points from a labelled point to its label
-    ("mb_2k", "kl_4k", "KL to teacher at 4,096 tokens, nats", False, [(44, 16), (-30, -26), (-46, -28), (-13, -34)]),
-    ("mb_2k", "prose_2k", "prose facts found in 2,048 tokens, %", True, [(24, 16), (84, -52), (48, -62), (-4, 22)]),
-    ("mb_32k", "kl_8k", "KL to teacher at 8,192 tokens, nats", False, [(-48, -24), (-30, -26), (-62, -32), (-48, -24)]),
-    ("mb_32k", "needles_4k", "needles found in 4,096 tokens, %", True, [(-28, 14), (34, -84), (-54, 20), (-46, 20)]),
+    ("mb_2k", "kl_4k", "KL to teacher at 4,096 tokens, nats", False, [(44, 16), (-30, -26), (-62, -28), (-13, -34)]),
+    ("mb_2k", "prose_2k", "prose facts found in 2,048 tokens, %", True, [(24, 16), (84, -62), (52, -62), (-4, 22)]),
+    ("mb_32k", "kl_8k", "KL to teacher at 8,192 tokens, nats", False, [(-48, -24), (-30, -26), (-48, -32), (-48, -24)]),
+    ("mb_32k", "needles_4k", "needles found in 4,096 tokens, %", True, [(-28, 14), (44, -64), (-50, 34), (-46, 16)]),
 ]
 AXES = {"mb_2k": "MB per sequence of 2,048 tokens", "mb_32k": "MB per sequence of 32,768 tokens"}
 
