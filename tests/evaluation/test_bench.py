@@ -66,7 +66,7 @@ def test_a_model_beside_its_teacher(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
     found = subjects(str(tmp_path / "student"), str(tmp_path / "teacher"), None, "-", "auto", "cpu")
     names = [(subject.shape, subject.kind, kind_of(subject.load())) for subject in found]
-    assert names == [("0M", "transformers", "teacher"), ("0M", "teacher", "teacher"), ("0M", "hybrid50", "hybrid50")]
+    assert names == [("0M", "transformers", "teacher"), ("0M", "teacher", "teacher"), ("0M", "converted", "converted")]
 
 
 def test_a_teacher_as_transformers_runs_it_comes_without_the_fast_form(
@@ -87,8 +87,7 @@ def test_a_teacher_as_transformers_runs_it_comes_without_the_fast_form(
 
 
 def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kind_of(tiny_student("qwen3")) == "all"
-    assert kind_of(tiny_mixture("llama", mixture_table())) == "hybrid25"
+    assert kind_of(tiny_student("qwen3")) == "converted"
     for family in ("llama", "phi3"):
         monkeypatch.setattr("deltanet_hf.evaluation.speed.naming._parameters", lambda model: 8.03e9)
         assert shape_of(tiny_teacher(family)) == "8.0B"
@@ -146,7 +145,7 @@ def test_a_model_that_decodes_wrongly_has_no_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
-    wrong = ["hybrid25"]
+    wrong = ["converted"]
 
     def check(model: Any, *_: Any, **__: Any) -> float:
         if kind_of(model) in wrong:

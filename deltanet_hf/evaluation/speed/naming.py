@@ -6,19 +6,16 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.models.layers import LayerTable
 
 TEACHER = "teacher"
+CONVERTED = "converted"
 PLAIN = "transformers"
 """The kind of a teacher that is measured as transformers runs it."""
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    """`teacher`, `all` where no layer is softmax, or `hybrid` and the percentage of layers that are."""
-    if getattr(model.config, "deltanet", None) is None:
-        return TEACHER
-    table = LayerTable.of(model.config)
-    return f"hybrid{100 * len(table.softmax) / len(table):.0f}" if table.softmax else "all"
+    """Whether it is converted or not."""
+    return TEACHER if getattr(model.config, "deltanet", None) is None else CONVERTED
 
 
 def shape_of(model: PreTrainedModel) -> str:
