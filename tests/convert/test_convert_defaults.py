@@ -107,9 +107,8 @@ def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
         shipped = read_selection(for_convert.SHIPPED / file)
         assert {key: getattr(shipped, key) for key in shape.keys() & vars(shipped).keys()}.items() <= shape.items()
     (file, shape), lines = next(iter(for_convert.SHAPES.items())), []
-    tiny = replace(
-        shipped, num_hidden_layers=4, num_key_value_heads=2, unit="layer", kept=((0,), (2,)), order=((2,), (0,))
-    )
+    units = {"unit": "layer", "kept": ((0,), (2,)), "order": ((2,), (0,)), "planned_windows": (33,) * 4}
+    tiny = replace(shipped, num_hidden_layers=4, num_key_value_heads=2, **units)
     (tmp_path / file).write_text(json.dumps(tiny.to_json()))
     monkeypatch.setattr(for_convert, "SHIPPED", tmp_path)
     config = tiny_job(teacher, tmp_path / "first").teacher.config
