@@ -257,4 +257,7 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
     windows = task.spending.windows((), shares)
     assert windows is not None
     assert windows[FAR_LAYER] > max(alike) > min(windows)
+    kept = tuple((FAR_LAYER, head) for head in range(2))  # whose window is nobody's
+    shares = window_shares(task.spending, kept, alike, text_kl, lambda share: None)
+    assert shares[FAR_LAYER] == 1.0
     assert task.spending.sizes.total((), windows) <= task.spending.allowed

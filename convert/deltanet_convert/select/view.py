@@ -10,6 +10,7 @@ from .allocation import Allocation, shown_windows
 from .cache_sizes import SINKS
 from .selection_file import Selection
 from .task import SelectionTask
+from .units import whole_heads
 
 
 def print_selection(selection: Selection, task: SelectionTask, console: Console) -> None:
@@ -57,9 +58,11 @@ def _print_allocations(selection: Selection, length: int, console: Console) -> N
         table.add_row(*cells, "taken" if is_taken else "")
     console.print(table)
     units = "layers" if selection.unit == "layer" else "key/value heads"
+    whole = whole_heads(selection.kept, selection.local, selection.num_key_value_heads)
     layers: dict[int, list[str]] = {}
     for layer, window in enumerate(selection.planned_windows or ()):
-        layers.setdefault(window, []).append(str(layer))
+        if len(whole.get(layer, ())) < selection.num_key_value_heads:
+            layers.setdefault(window, []).append(str(layer))
     console.print(
         f"The {units} of the first table keep all tokens; all others see the first {SINKS} and the last "
         + "; ".join(f"{window:,} in layers {', '.join(layers[window])}" for window in sorted(layers))

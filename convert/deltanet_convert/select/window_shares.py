@@ -25,7 +25,7 @@ def window_shares(
     text_kl: Callable[[Sequence[int]], float],
     tick: Tick,
 ) -> list[float]:
-    """The share of each layer, one of `SHARES`.
+    """The share of each layer, one of `SHARES`; 1 for layers without a window.
 
     Args:
         kept: units that stay whole.
@@ -35,13 +35,17 @@ def window_shares(
     """
     before = spending.sizes.total(kept, alike)
     measured = text_kl(alike)
-    losses, sizes = [], []
+    losses, sizes = {}, {}
     for layer, window in enumerate(alike):
         tried = [[*alike[:layer], spending.in_groups(window * share), *alike[layer + 1 :]] for share in SHARES]
-        sizes.append([spending.sizes.total(kept, windows) - before for windows in tried])
-        losses.append([text_kl(w) if size else measured for w, size in zip(tried, sizes[-1], strict=True)])
+        more = [spending.sizes.total(kept, windows) - before for windows in tried]
+        if any(more):
+            losses[layer] = [text_kl(windows) if size else measured for windows, size in zip(tried, more, strict=True)]
+            sizes[layer] = more
         tick((layer + 1) / len(alike))
-    return [SHARES[place] for place in cheapest(losses, sizes, spending.allowed - before)]
+    places = cheapest([*losses.values()], [*sizes.values()], spending.allowed - before)
+    found = dict(zip(losses, places, strict=True))
+    return [SHARES[found[layer]] if layer in found else 1.0 for layer in range(len(alike))]
 
 
 def cheapest(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], allowed: int) -> list[int]:
