@@ -164,7 +164,7 @@ def test_packed_keys_and_values(name: str, recorder: Recorder, monkeypatch: pyte
     monkeypatch.setattr(fixed_cache, "SPARE", 8)
     monkeypatch.setattr(fixed_cache, "ALIGNMENT", 16)
     hybrid, sliding = tiny_student("llama", layers=HYBRID, window=40), tiny_mixture("gemma3_text", mixture_table())
-    both = tiny_mixture("llama", mixed_table("softmax", "window", window=40))
+    both = tiny_mixture("llama", mixed_table("softmax", "window").with_windows((40, 70, 33, 97)))
     models = {"hybrid": hybrid, "sliding": sliding, "whole and windows": both}
     model = set_cache_bits(models.get(name) or tiny_mixture("llama", mixed_mixture_table()), 4)
     for side in ("left", "none") if name == "hybrid" else ("left",):

@@ -47,7 +47,9 @@ def made(name: str, bits: int = 4) -> PreTrainedModel:
         "hybrid": lambda: tiny_student("llama", layers=HYBRID, window=40),
         "window": lambda: tiny_student("llama", mixer="window", window=40),
         "heads": lambda: tiny_mixture("llama", mixed_mixture_table()),
-        "whole and windows": lambda: tiny_mixture("llama", mixed_table("softmax", "window", window=40)),
+        "whole and windows": lambda: tiny_mixture(
+            "llama", mixed_table("softmax", "window").with_windows((40, 70, 33, 97))
+        ),
         "qwen3_5": tiny_qwen3_5,
     }
     model: PreTrainedModel = set_cache_bits(models[name]().double(), bits)
