@@ -3,7 +3,7 @@
 In some layers a window of 64 tokens is as good as one of 200, in others one of 800 is far better. Each layer's window
 alone is made shorter and longer, and the KL divergence on running text is measured each time. The lengths that together
 have the least sum of these within the bytes are found by a price per byte (a Lagrange multiplier), at which every layer
-takes what is cheapest for it.
+takes what is cheapest for it. MoA (arXiv 2406.14909) chooses lengths per head by the gradients of the loss instead.
 """
 
 from __future__ import annotations
