@@ -147,8 +147,8 @@ class MixedHeads(LayerKind, nn.Module):
 
     @property
     def full_title(self) -> str:
-        names = {"softmax": "softmax", "window": WindowAttention.title, "linear": getattr(self.linear, "title", "")}
-        parts = [f"{names[kind]} ({len(heads)})" for kind, heads in self.settings.branches.items()]
+        titles = {kind: getattr(branch, "full_title", "softmax") for kind, branch in self.branches.items()}
+        parts = [f"{titles[kind]} ({len(heads)})" for kind, heads in self.settings.branches.items()]
         return f"{self.title}: {', '.join(parts)}"
 
     @property

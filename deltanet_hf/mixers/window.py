@@ -105,6 +105,10 @@ class WindowAttention(LayerKind):
         cache_layer(cache, self.layer_idx, self.name)
 
     @property
+    def full_title(self) -> str:
+        return f"window of {self.settings.window:,}"
+
+    @property
     def kept(self) -> PackedReach:
         config: Any = self.config  # type: ignore[attr-defined]
         family_window = sliding_window(config, self.layer_idx)

@@ -125,7 +125,7 @@ def test_other_heads_take_the_mixer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert sum(layer["created"] + layer["dropped"] for layer in report["plan"]["layers"]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "mixed heads: softmax (1), window + sinks (1) and window + sinks layers (`window: 7`, `sinks: 1`)" in card
+    assert "see\nthe last 7 tokens and the first 1, but for 2 key/value heads, which see all; layers 1 see all." in card
     assert "All weights are the teacher's" in card
 
 

@@ -218,7 +218,7 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
     for layer in report["plan"]["layers"]:
         assert layer["created"] == layer["expanded"] == layer["dropped"] == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "window + sinks layers (`window: 5`, `sinks: 4`); no layer keeps softmax attention" in card
+    assert "2 of 2 attention layers of `teacher` (llama) see\nthe last 5 tokens and the first 4." in card
     assert "All weights are the teacher's; nothing was fitted or trained." in card
     for words in ("Distil the model before use", "fitted to the teacher", "gated-deltanet", "linear-attention"):
         assert words not in card

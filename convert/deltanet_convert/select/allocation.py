@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from deltanet_hf.models.cache_bits import use_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 
-from ..views.plan_view import size
+from ..views.plan_view import shown_windows, size
 from .cache_sizes import SINKS
 from .objectives import AnswerLoss, TextKL
 from .references import References
@@ -73,11 +73,6 @@ class Allocation:
     def from_json(cls, figures: dict[str, Any]) -> Allocation:
         """The inverse of `to_json`."""
         return cls(**{**figures, "windows": tuple(figures["windows"])})
-
-
-def shown_windows(windows: Sequence[int]) -> str:
-    """The shortest and the longest, as one number where they are the same."""
-    return f"{min(windows):,}" if len(set(windows)) == 1 else f"{min(windows):,} to {max(windows):,}"
 
 
 def best_of(found: Sequence[Allocation]) -> Allocation:

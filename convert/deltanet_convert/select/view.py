@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from ..views.plan_view import size
-from .allocation import Allocation, shown_windows
+from ..views.plan_view import shown_windows, size
+from .allocation import Allocation
 from .cache_sizes import SINKS
 from .selection_file import Selection
 from .task import SelectionTask

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .card_header import Metric, card_header, licence_note, licence_of
-from .plan_view import count, index_ranges, size
+from .plan_view import count, index_ranges, shown_windows, size
 
 LOAD = """\
 Load it after `pip install deltanet-hf`. The only code in this folder, `deltanet_shim.py`, imports that package."""
@@ -23,11 +23,12 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     converted, total = plan["converted_layers"], len(plan["layers"])
     kept = [layer["index"] for layer in plan["layers"] if layer["index"] not in converted]
     changed = [layer for layer in plan["layers"] if layer["index"] in converted]
-    title = " and ".join(dict.fromkeys(layer["title"] for layer in changed))
+    title = _title(changed)
+    layers = f"{len(converted)} of {total} attention layers of `{source['name']}` ({source['model_type']})"
     relative = [layer["relative_mse"] for layer in report["layers"]]
     cosine = [layer["cosine"] for layer in report["layers"]]
     header = card_header(
-        f"{source['name']} with {title} layers",
+        f"{source['name']} with {title}",
         _tags(options["mixer"], changed),
         licence=licence_of(teacher),
         base_model=source["name"] if "/" in source["name"] else None,
@@ -38,7 +39,6 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
             Metric("kl_divergence", "KL divergence from the teacher, nats per token", check["kl"]),
         ],
     )
-    stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
     caches = "\n".join(
         f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
     )
@@ -46,10 +46,9 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
         header
         + f"""
 
-# {source["name"]} with {title} layers
+# {source["name"]} with {title}
 
-{len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by
-{title} layers{_settings(options, changed)}; {stays}.
+{_what_changed(layers, options, changed, kept)}.
 {count(plan["parameters"])} parameters.
 {_norms_note(report["inserted_norms"])}
 {_state_of_training(report, changed)}
@@ -112,12 +111,27 @@ def _tags(mixer: str, converted: list[dict[str, Any]]) -> list[str]:
     return [mixer.replace("_", "-")] + ["linear-attention"] * (not _keeps_tokens(converted))
 
 
-def _settings(options: dict[str, Any], converted: list[dict[str, Any]]) -> str:
-    """The profile and the settings that differ from it; all settings of a layer without new weights."""
+def _title(converted: list[dict[str, Any]]) -> str:
     if not _has_new_weights(converted):
-        settings = options["deltanet"]["kinds"][converted[0]["kind"]]
-        shown = [_setting(*item) for item in settings.items() if item[0] in ("window", "sinks")]
-        return f" ({', '.join(shown)})"
+        return "windows"
+    return f"{' and '.join(dict.fromkeys(layer['title'] for layer in converted))} layers"
+
+
+def _what_changed(layers: str, options: dict[str, Any], converted: list[dict[str, Any]], kept: list[int]) -> str:
+    """A sentence about the converted layers, which begins with `layers`; for windows, what their heads see."""
+    if _has_new_weights(converted):
+        stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
+        return f"{layers} are replaced by\n{_title(converted)}{_settings(options)}; {stays}"
+    kinds = [options["deltanet"]["kinds"][layer["kind"]] for layer in converted]
+    whole = sum(kind.get("heads", ()).count("softmax") for kind in kinds)
+    but = f", but for {whole} key/value heads, which see all" if whole else ""
+    lengths = shown_windows([kind["window"] for kind in kinds])
+    stays = f"; layers {index_ranges(kept)} see all" if kept else ""
+    return f"{layers} see\nthe last {lengths} tokens and the first {kinds[0]['sinks']}{but}{stays}"
+
+
+def _settings(options: dict[str, Any]) -> str:
+    """The profile and the settings that differ from it."""
     changes = [_setting(*item) for item in options["set"].items()]
     changes += [] if options["training"] else ["`--no-training`"]
     changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from ..conversion_plan import LayerPlan, Plan
 
 PARAMETERS = ("copied", "expanded", "created", "dropped")  # numbers in a plan; a column each, if not all 0
+
+
+def shown_windows(windows: Sequence[int]) -> str:
+    """The shortest and the longest, as one number where they are the same."""
+    return f"{min(windows):,}" if len(set(windows)) == 1 else f"{min(windows):,} to {max(windows):,}"
 
 
 def size(nbytes: int) -> str:
