@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.mixers import MIXERS, LayerKind, recommended
+from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, recommended
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention
@@ -37,6 +37,11 @@ class Kind:
     def recurrent(self) -> Any:
         """The settings of its mixer with a recurrent state, which mixed heads may hold; None without one."""
         return self.mixer.recurrent_settings(self.settings)
+
+    @property
+    def has_new_weights(self) -> bool:
+        """Whether it has weights that the teacher does not have; windows, alone or beside softmax heads, have none."""
+        return self.recurrent is not None or issubclass(self.mixer, AttentionKind)
 
     def to_dict(self) -> dict[str, Any]:
         return {"mixer": self.mixer.name, **self.settings.to_dict()}

@@ -130,7 +130,7 @@ def test_generate_continues_under_the_window(
 
 def test_the_card_does_not_call_it_linear_attention(trained: Path) -> None:
     card = (trained / "README.md").read_text()
-    assert "# window + sinks student of " in card
+    assert "# Windowed student of " in card
     assert ModelCard(card).data.tags == ["distillation"]
 
 

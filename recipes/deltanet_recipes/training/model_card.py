@@ -34,12 +34,11 @@ def write_card(
     teacher = teacher_of(recipe).name
     title = Path(teacher).name if Path(teacher).exists() else teacher
     imported = config.model_type == MODEL_TYPE
-    mixers = _mixers(config)
+    new = _new_mixers(config)
     if imported:
         heading = _imported(Path(recipe.student).name, title)
     else:
-        heading = _converted(title, " and ".join(mixer.title for mixer in mixers))
-    new = [mixer for mixer in mixers if mixer.new_weights]
+        heading = _converted(title, " and ".join(mixer.title for mixer in new) or "Windowed")
     linear = ["linear-attention"] if any(not issubclass(mixer, AttentionKind) for mixer in new) else []
     tags = [*(mixer.name.replace("_", "-") for mixer in new), *linear, "distillation"]
     student = Path(recipe.student)
@@ -109,9 +108,10 @@ def _metrics(rows: list[dict[str, Any]], last_stage: Stage) -> list[Metric]:
     return [Metric(*names[key], last[f"held_out.{key}"]) for key in names if f"held_out.{key}" in last]
 
 
-def _mixers(config: PreTrainedConfig) -> list[type[LayerKind]]:
-    """The mixers of the student's layers, each once."""
-    return list(dict.fromkeys(kind.mixer for kind in LayerTable.of(config).converted.values()))
+def _new_mixers(config: PreTrainedConfig) -> list[type[LayerKind]]:
+    """The mixers of the student's layers with weights that the teacher does not have, each once."""
+    kinds = LayerTable.of(config).converted.values()
+    return list(dict.fromkeys(kind.mixer for kind in kinds if kind.has_new_weights))
 
 
 def _converted(teacher: str, mixers: str) -> list[str]:

@@ -16,7 +16,7 @@ from deltanet_convert.storage.safetensors_folder import read_json
 from deltanet_hf import loading  # its package registers the converted families
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
-from deltanet_hf.mixers import AttentionKind, LayerKind
+from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX, UNPACKABLE
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
@@ -116,8 +116,7 @@ def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
 
 
 def _has_new_weights(table: LayerTable) -> bool:
-    kinds = table.converted.values()
-    return any(kind.recurrent is not None or issubclass(kind.mixer, AttentionKind) for kind in kinds)
+    return any(kind.has_new_weights for kind in table.converted.values())
 
 
 def without_alignment(recipe: Recipe, student: PreTrainedConfig, stages: list[Stage]) -> list[Stage]:
