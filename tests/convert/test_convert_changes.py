@@ -60,7 +60,9 @@ def test_a_change_converts_loads_and_decodes(tmp_path: Path, mixer: str, change:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
     report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, changes=(change,), calibration_tokens=128)
     assert report["options"]["set"] == {key: value}
-    assert f"`{key}: {json.dumps(value)}`" in (tmp_path / "out" / "README.md").read_text()
+    windows = {"window": f"see\nthe last {value} tokens and the first 4.", "sinks": "see\nthe last 481 tokens."}
+    shown = windows[key] if mixer == "window" else f"`{key}: {json.dumps(value)}`"
+    assert shown in (tmp_path / "out" / "README.md").read_text()
     check_result(tmp_path / "out", report, {key: value})
 
 

@@ -125,9 +125,10 @@ def _what_changed(layers: str, options: dict[str, Any], converted: list[dict[str
     kinds = [options["deltanet"]["kinds"][layer["kind"]] for layer in converted]
     whole = sum(kind.get("heads", ()).count("softmax") for kind in kinds)
     but = f", but for {whole} key/value heads, which see all" if whole else ""
-    lengths = shown_windows([kind["window"] for kind in kinds])
+    lengths, sinks = shown_windows([kind["window"] for kind in kinds]), kinds[0]["sinks"]
+    first = f" and the first {sinks}" if sinks else ""
     stays = f"; layers {index_ranges(kept)} see all" if kept else ""
-    return f"{layers} see\nthe last {lengths} tokens and the first {kinds[0]['sinks']}{but}{stays}"
+    return f"{layers} see\nthe last {lengths} tokens{first}{but}{stays}"
 
 
 def _settings(options: dict[str, Any]) -> str:
