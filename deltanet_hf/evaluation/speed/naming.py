@@ -14,7 +14,7 @@ PLAIN = "transformers"
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    """Whether it is converted or not."""
+    """`teacher` or `converted`."""
     return TEACHER if getattr(model.config, "deltanet", None) is None else CONVERTED
 
 
