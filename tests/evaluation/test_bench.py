@@ -88,6 +88,7 @@ def test_a_teacher_as_transformers_runs_it_comes_without_the_fast_form(
 
 def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind_of(tiny_student("qwen3")) == "converted"
+    assert kind_of(tiny_mixture("llama", mixture_table())) == "converted"
     for family in ("llama", "phi3"):
         monkeypatch.setattr("deltanet_hf.evaluation.speed.naming._parameters", lambda model: 8.03e9)
         assert shape_of(tiny_teacher(family)) == "8.0B"

@@ -126,7 +126,7 @@ def allocations(
         add(kept, windows)
     best = best_of(found)
     kept = most_important(best.kept)
-    shares = window_shares(spending, kept, best.windows, partial(measure.text_kl, kept), scorer.tick)
+    shares = window_shares(spending, kept, best.windows, best.kl, partial(measure.text_kl, kept), scorer.tick)
     shared = spending.windows(kept, shares)
     if shared is not None and shared != best.windows:
         add(kept, shared)

@@ -109,8 +109,8 @@ def parse_selection(value: Any, where: str) -> Selection:
     for key in ("num_hidden_layers", "num_key_value_heads"):
         if found[key] < 1:
             raise UserError(f"{where}: key '{key}' is {found[key]}, expected at least 1")
-    windows = found.get("planned_windows", [])
-    if "planned_windows" in types and (
+    windows = found["planned_windows"] if "planned_windows" in types else None
+    if windows is not None and (
         len(windows) != found["num_hidden_layers"] or any(type(window) is not int or window < 1 for window in windows)
     ):
         raise UserError(f"{where}: key 'planned_windows' is {windows!r:.60}, expected tokens by layer")
@@ -120,14 +120,13 @@ def parse_selection(value: Any, where: str) -> Selection:
         raise UserError(
             f"{where}: keys 'kept' and 'local' both list layers {sorted(both)}; run deltanet-hf select again"
         )
-    if not kept and "planned_windows" not in types:
+    if not kept and windows is None:
         raise UserError(f"{where}: key 'kept' lists nothing; say --layers all to convert every layer")
     if sorted(order) != sorted(kept):
         raise UserError(f"{where}: keys 'order' and 'kept' list different units; run deltanet-hf select again")
     units = {"kept": tuple(sorted(kept)), "order": tuple(order), "local": tuple(sorted(local))}
-    if "planned_windows" in types:
-        units["planned_windows"] = tuple(windows)
-    values = {key: found[key] for key in types} | units
+    planned = {"planned_windows": None if windows is None else tuple(windows)}
+    values = {key: found[key] for key in types} | units | planned
     return Selection(**values)
 
 

@@ -14,7 +14,7 @@ from .scoring import Tick
 from .spending import Spending
 from .units import Unit
 
-SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the window that all layers had
+SHARES = (1.0, 0.25, 0.5, 2.0, 4.0)  # of the window that all layers had; of equals the first is taken
 HALVINGS = 60  # of the interval that holds the price
 
 
@@ -22,30 +22,27 @@ def window_shares(
     spending: Spending,
     kept: Sequence[Unit],
     alike: Sequence[int],
+    kl: float,
     text_kl: Callable[[Sequence[int]], float],
     tick: Tick,
 ) -> list[float]:
-    """The share of each layer, one of `SHARES`; 1 for layers without a window.
+    """The share of each layer, one of `SHARES`; 1 for layers without a window, which no share changes.
 
     Args:
         kept: units that stay whole.
         alike: windows of the others that fit the budget, by layer, all of one length.
-        text_kl: the KL divergence with other windows.
+        kl: the KL divergence with these.
+        text_kl: the KL divergence with others.
         tick: called with the share of the work that is done.
     """
     before = spending.sizes.total(kept, alike)
-    measured = text_kl(alike)
-    losses, sizes = {}, {}
+    losses, sizes = [], []
     for layer, window in enumerate(alike):
         tried = [[*alike[:layer], spending.in_groups(window * share), *alike[layer + 1 :]] for share in SHARES]
-        more = [spending.sizes.total(kept, windows) - before for windows in tried]
-        if any(more):
-            losses[layer] = [text_kl(windows) if size else measured for windows, size in zip(tried, more, strict=True)]
-            sizes[layer] = more
+        sizes.append([spending.sizes.total(kept, windows) - before for windows in tried])
+        losses.append([text_kl(windows) if size else kl for windows, size in zip(tried, sizes[-1], strict=True)])
         tick((layer + 1) / len(alike))
-    places = cheapest([*losses.values()], [*sizes.values()], spending.allowed - before)
-    found = dict(zip(losses, places, strict=True))
-    return [SHARES[found[layer]] if layer in found else 1.0 for layer in range(len(alike))]
+    return [SHARES[place] for place in cheapest(losses, sizes, spending.allowed - before)]
 
 
 def cheapest(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], allowed: int) -> list[int]:
