@@ -41,7 +41,7 @@ class LayerPlan:
     created: int  # not in the teacher
     dropped: int  # parameters of the teacher that the converted layer does not have
     nbytes: int  # bytes of the weights
-    state_bytes: int  # bytes of one sequence's state, at any length; packed, with the tokens that stay in 16 bits
+    state_bytes: int  # bytes of one sequence's state, at any length; packed, with the tokens that are not packed
     kv_bytes_per_token: int  # bytes per token of the teacher's keys and values
     kept_kv_bytes_per_token: int  # bytes per token of the keys and values that the converted model keeps
     packed: bool  # whether those have fewer than 16 bits, and come in groups

@@ -118,7 +118,7 @@ class WindowAttention(LayerKind):
         config: Any = self.config  # type: ignore[attr-defined]
         heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
         if self.cache_bits < 16:
-            return self.kept.shapes(heads, head_dim, 0, dtype)
+            return self.kept.shapes(heads, head_dim, 0)
         return window_shapes(heads, head_dim, self.settings.window + self.settings.sinks, dtype)
 
     def forward(

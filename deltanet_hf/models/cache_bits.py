@@ -73,7 +73,7 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dt
     """Bytes of one sequence of `tokens` tokens in a cache of `bits` bits: keys, values, windows and states.
 
     Packed numbers have `bits` bits and, per `GROUP` of them, a scale and a lowest value of 16 bits. The current group
-    of tokens and the sinks take 16 bits. States are as the model keeps them.
+    of tokens and the sinks take 8 bits, and 8 per 32 channels. States are as the model keeps them.
 
     Args:
         dtype: in which the model runs; None for that of its weights.
@@ -117,7 +117,7 @@ def held_bytes(
 ) -> int:
     """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `PackedReach`."""
     if bits < 16:
-        shapes = PackedReach.of(bits, window, sinks, family_window).shapes(heads, size, tokens, dtype)
+        shapes = PackedReach.of(bits, window, sinks, family_window).shapes(heads, size, tokens)
         return sum(shape.nbytes for shape in shapes.values())
     seen = tokens if window is None else min(tokens, window + sinks)
     return 2 * heads * size * dtype.itemsize * (seen if family_window is None else min(seen, family_window))

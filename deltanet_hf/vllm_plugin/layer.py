@@ -133,8 +133,8 @@ class StateLayer(ServedLayer):
 
     def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
         super().__init__(layer, name)
-        packed, dtype = isinstance(layer, PackedSoftmax), vllm_config.model_config.dtype
-        shapes = packed_shapes(layer, dtype) if packed else layer.state_shapes(dtype)
+        packed = isinstance(layer, PackedSoftmax)
+        shapes = packed_shapes(layer) if packed else layer.state_shapes(vllm_config.model_config.dtype)
         self.states = StatePages(shapes, name, vllm_config)
 
     @cached_property
@@ -169,11 +169,9 @@ class StateLayer(ServedLayer):
         return output
 
 
-def packed_shapes(layer: Any, dtype: torch.dtype) -> dict[str, TensorShape]:
+def packed_shapes(layer: Any) -> dict[str, TensorShape]:
     """The tensors that softmax attention with packed tokens keeps of a sequence of one group and a token."""
-    shapes: dict[str, TensorShape] = layer.kept.shapes(
-        layer.config.num_key_value_heads, layer.head_dim, GROUP + 1, dtype
-    )
+    shapes: dict[str, TensorShape] = layer.kept.shapes(layer.config.num_key_value_heads, layer.head_dim, GROUP + 1)
     return shapes
 
 
@@ -182,10 +180,10 @@ class PackedLayer(ServedLayer):
 
     def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
         super().__init__(layer, name)
-        shapes = packed_shapes(layer, vllm_config.model_config.dtype)
+        shapes = packed_shapes(layer)
         packed = {tensor: TensorShape(shapes[tensor].shape[2:], shapes[tensor].dtype) for tensor in PACKED}
-        exact = {tensor: shape for tensor, shape in shapes.items() if tensor not in PACKED}
-        self.states = StatePages(exact, f"{name}.state", vllm_config)
+        others = {tensor: shape for tensor, shape in shapes.items() if tensor not in PACKED}
+        self.states = StatePages(others, f"{name}.state", vllm_config)
         self.groups = PackedPages(packed, layer.config.num_key_value_heads, name, vllm_config)
 
     @property

@@ -29,6 +29,7 @@ from deltanet_kernels.packed_cache.operators import (
     packed_part,
     packed_step_,
     prompt_attention,
+    round_tokens,
 )
 from deltanet_kernels.prompt.operators import gate_values, prompt_inputs
 from deltanet_kernels.titans.chunk import chunk_titans
@@ -73,6 +74,7 @@ __all__ = [
     "prompt_inputs",
     "recurrent_mesa",
     "rms_norm",
+    "round_tokens",
     "silu_product",
     "torch_chunk_gated_delta_rule",
     "window_attention",

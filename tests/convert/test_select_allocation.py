@@ -33,7 +33,7 @@ from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
 from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, tiny_selection, tiny_task
 
-BUDGET, AT = "16%@512", 512
+BUDGET, AT = "14%@512", 512
 
 
 @pytest.fixture(autouse=True)

@@ -6,28 +6,37 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels import PackedKeyValues
-from deltanet_kernels.packed_cache.layout import GROUP, SINKS, packed_groups, quantised, restored
+from deltanet_kernels.packed_cache.layout import (
+    GROUP,
+    SINKS,
+    packed_groups,
+    quantised,
+    restored,
+    rounded_tokens,
+    token_tensors,
+)
 from tests.kernels.triton_mode import DEVICE
 
 
 def empty(like: Tensor, groups: int, bits: int) -> PackedKeyValues:
     B, HK, _, D = like.shape
     packed = packed_groups(*[like.new_zeros(B, HK, groups * GROUP, D)] * 2, bits)
-    keys, values = (like.new_zeros(B, HK, SINKS + GROUP, D) for _ in range(2))
-    return PackedKeyValues(*packed, keys, values, torch.zeros(B, dtype=torch.int32, device=like.device))
+    own = token_tensors(*[like.new_zeros(B, HK, SINKS + GROUP, D)] * 2)
+    return PackedKeyValues(*packed, *own, torch.zeros(B, dtype=torch.int32, device=like.device))
 
 
 def tokens(T: int, D: int, dtype: torch.dtype, B: int = 2, HQ: int = 6, HK: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, HQ, T, D] and k, v [B, HK, T, D], rounded as a cache takes them in."""
     generator = torch.Generator().manual_seed(T + D)
     q, k, v = (torch.randn(B, heads, T, D, generator=generator) for heads in (HQ, HK, HK))
     k[..., 3] += 5.0
-    return 2 * q.to(DEVICE, dtype), k.to(DEVICE, dtype), v.to(DEVICE, dtype)
+    return 2 * q.to(DEVICE, dtype), *(rounded_tokens(x.to(DEVICE, dtype)) for x in (k, v))  # type: ignore[return-value]
 
 
 def definition(
     q: Tensor, k: Tensor, v: Tensor, bits: int, window: int, sinks: int, limit: int, cap: float | None, last: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The attention in float64 of the last tokens, of one group: that and the first tokens as they are, the others
+    """The attention in float64 of the last tokens, of one group: that and the first tokens as in k and v, the others
     rounded."""
     length, dtype = k.shape[2], k.dtype
     own = (length - 1) // GROUP * GROUP

@@ -13,21 +13,32 @@ from deltanet_kernels.packed_cache.layout import GROUP, SINKS
 from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 
+def in_8_bits(x: Tensor) -> Tensor:
+    """Blocks of 32 channels on whole multiples of the power of two of which the largest number has 64 to 127."""
+    blocks = x.unflatten(-1, (-1, GROUP))
+    step = 2 ** (blocks.abs().amax(-1, keepdim=True).log2().floor() - 6)
+    return ((blocks / step).round().clamp(-127, 127) * step).flatten(-2)
+
+
+def on_even_steps(x: Tensor, dim: int, bits: int) -> Tensor:
+    """2^bits steps from the lowest to the highest number, chosen in float32, because halves of steps are frequent."""
+    low, steps = x.amin(dim, keepdim=True).bfloat16(), torch.tensor(2**bits - 1)
+    scale = ((x.amax(dim, keepdim=True).float() - low.float()) / steps).bfloat16()
+    codes = ((x.float() - low.float()) / scale.float()).round().clamp(0, 2**bits - 1)
+    return low.double() + codes.double() * scale.double()
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, bits: int, cap: float | None) -> Tensor:
-    """The definition, token by token: own group and the first tokens exact, earlier complete groups rounded."""
+    """The definition, token by token: all in 8 bits, then earlier complete groups rounded but for the first tokens."""
     length, repeats = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = in_8_bits(k), in_8_bits(v)
     rounded_k, rounded_v = k.clone(), v.clone()
-    steps = 2**bits - 1
     for start in range(0, length // GROUP * GROUP, GROUP):
         group = slice(start, start + GROUP)
-        low, high = k[:, group].amin(1, keepdim=True).bfloat16().double(), k[:, group].amax(1, keepdim=True)
-        scale = ((high - low) / steps).bfloat16().double()
-        rounded_k[:, group] = low + ((k[:, group] - low) / scale).round().clamp(0, steps) * scale
+        rounded_k[:, group] = on_even_steps(k[:, group], 1, bits)
         for first in range(0, v.shape[-1], GROUP):
-            part = v[:, group, :, first : first + GROUP]
-            low, high = part.amin(-1, keepdim=True).bfloat16().double(), part.amax(-1, keepdim=True)
-            scale = ((high - low) / steps).bfloat16().double()
-            rounded_v[:, group, :, first : first + GROUP] = low + ((part - low) / scale).round().clamp(0, steps) * scale
+            part = slice(first, first + GROUP)
+            rounded_v[:, group, :, part] = on_even_steps(v[:, group, :, part], -1, bits)
     rounded_k[:, :SINKS], rounded_v[:, :SINKS] = k[:, :SINKS], v[:, :SINKS]
     outputs = []
     for t in range(length):
@@ -54,7 +65,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, bits: int, c
 def test_is_its_definition(window: int, sinks: int, cap: float | None, widths: tuple[int, ...]) -> None:
     for bits in widths:
         torch.manual_seed(bits)
-        q, k, v = (2 * torch.randn(2, 150, heads, 64, dtype=torch.float64) for heads in (4, 2, 2))
+        q, k, v = (2 * torch.randn(2, 150, heads, 64).double() for heads in (4, 2, 2))  # rounded in float32
         output, _ = quantised_attention(q, k, v, window, sinks, 0.3, bits, cap)
         expected = dense(q, k, v, window, sinks, bits, cap)
         assert (output - expected).abs().max() < 1e-12 * expected.abs().max(), bits
@@ -78,9 +89,8 @@ def test_every_kind_of_attention_takes_the_setting() -> None:
     for model in (tiny_teacher("llama"), tiny_mixture("llama", mixed_mixture_table())):
         before = model(ids, use_cache=False).logits
         rounded = set_cache_bits(model, 4)(ids, use_cache=False).logits
-        # The first group and those that see only its own exact keys do not change; later tokens do.
-        assert torch.allclose(rounded[:, :GROUP], before[:, :GROUP], atol=1e-4)
-        assert (rounded[:, GROUP:] - before[:, GROUP:]).abs().max() > 1e-3
+        change = (rounded - before).abs()  # of tokens that see the first group alone, in 8 bits, less than of others
+        assert 1e-5 < change[:, :GROUP].max() < 0.2 * change[:, GROUP:].max()
         assert torch.equal(set_cache_bits(model, 16)(ids, use_cache=False).logits, before)
     with pytest.raises(UserError, match="cache bits"):
         set_cache_bits(model, 5)
@@ -102,5 +112,5 @@ def test_bytes_follow_the_bits() -> None:
     model = tiny_teacher("llama", head_dim=64)
     token = stored_bytes(model, 1, 16)
     assert stored_bytes(model, 640, 16) == 640 * token
-    exact = (GROUP + SINKS) * token + 4 * 4  # and a count per layer
-    assert stored_bytes(model, 640 + GROUP, 4) == 640 * token * 5 // 32 + exact
+    own = (GROUP + SINKS) * token // 4 * 33 // 32 + 4 * 4  # with exponents, and a count per layer
+    assert stored_bytes(model, 640 + GROUP, 4) == 640 * token * 5 // 32 + own

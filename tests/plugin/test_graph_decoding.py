@@ -160,15 +160,22 @@ def test_softmax_layers_attend_by_the_kernels(family: str, recorder: Recorder, m
 
 @pytest.mark.parametrize("name", ["hybrid", "mixed heads", "whole and windows", "sliding"])
 def test_packed_keys_and_values(name: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that grow run out of places and are recorded again; rings stay."""
+    """Those that grow run out of places and are recorded again; rings stay.
+
+    In float64, but states have float32: where a code falls on the other side of a half, that row differs from there on.
+    """
     monkeypatch.setattr(fixed_cache, "SPARE", 8)
     monkeypatch.setattr(fixed_cache, "ALIGNMENT", 16)
     hybrid, sliding = tiny_student("llama", layers=HYBRID, window=40), tiny_mixture("gemma3_text", mixture_table())
     both = tiny_mixture("llama", mixed_table("softmax", "window").with_windows((40, 70, 33, 97)))
     models = {"hybrid": hybrid, "sliding": sliding, "whole and windows": both}
-    model = set_cache_bits(models.get(name) or tiny_mixture("llama", mixed_mixture_table()), 4)
+    model = set_cache_bits(models.get(name) or tiny_mixture("llama", mixed_mixture_table()), 4).double()
     for side in ("left", "none") if name == "hybrid" else ("left",):
-        check_same(model, tokens=40, side=side)
+        wanted, found = (generate(model, 40, side, disable_compile=disabled) for disabled in (True, None))
+        assert found.sequences.tolist() == wanted.sequences.tolist()
+        differences = (torch.stack(found.logits) - torch.stack(wanted.logits)).abs().amax(-1)  # [40, 2]
+        assert differences.max() < 0.01
+        assert (differences < 5e-6).float().mean() > 0.6
     assert recorder.recorded >= 2
     assert recorder.replayed
 

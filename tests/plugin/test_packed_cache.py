@@ -23,7 +23,7 @@ from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_kernels import PackedKeyValues, packed_part
-from deltanet_kernels.packed_cache.layout import GROUP, unpacked
+from deltanet_kernels.packed_cache.layout import GROUP, rounded_tokens, unpacked
 from support.plain_form import plain_form
 from support.tiny_models import (
     HYBRID,
@@ -70,7 +70,8 @@ def test_packed_numbers_are_those_of_fake_quantisation(bits: int, dtype: torch.d
     held = PackedTokens(PackedReach(bits, None), {}, None)
     held.attend(k, k, v, 0.2, None)
     cache = PackedKeyValues(*(held.state[name] for name in NAMES))  # type: ignore[call-arg]
-    keys, values = (x.transpose(1, 2) for x in unpacked(cache, dtype))
+    keys, values = (x.transpose(1, 2) for x in unpacked(cache[:4], bits, dtype))
+    k, v = rounded_tokens(k), rounded_tokens(v)
     by_channel = k[:, :96].unflatten(1, (-1, GROUP)).transpose(2, -1)
     assert torch.equal(keys, fake_quantised(by_channel, bits).transpose(2, -1).flatten(1, 2))
     assert torch.equal(values, fake_quantised(v[:, :96].unflatten(-1, (-1, min(size, GROUP))), bits).flatten(-2))
@@ -95,8 +96,7 @@ def test_however_a_text_is_cut_it_is_the_whole_forward(name: str, parts: list[in
     if name == "capped":  # SDPA of transformers 5.17 leaves the cap out
         model.set_attn_implementation("eager")
     plain = model(LONG, use_cache=False).logits
-    assert (plain - wanted)[:, :32].abs().max() < 5e-5  # the family may compute in float32
-    assert (plain - wanted)[:, 32:].abs().max() > 1e-4
+    assert (plain - wanted).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -2,8 +2,10 @@
 
 Keys are quantised per channel over groups of `GROUP` tokens, because a few channels of all keys are large, and values
 per token over groups of `GROUP` channels (KIVI, arXiv 2402.02750), on even steps from the lowest to the highest number
-of a group. A query sees the keys and values of its own group of tokens, and the sinks, as they are: the groups before
-it are complete. So what a query sees depends on its sequence only, and not on how the sequence was cut into calls.
+of a group. Before that, each token is rounded to 8 bits with an exponent for 32 channels (MXINT8 of the OCP
+Microscaling Formats specification, version 1.0). A query sees its own group of tokens, and the sinks, in these 8 bits:
+the groups before it are complete. So what a query sees depends on its sequence only, and not on how it was cut into
+calls.
 
 Gradients pass the rounding unchanged (straight-through), so that a model can be trained through its cache.
 
@@ -17,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deltanet_kernels import pack_prompt, prompt_attention
-from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall
+from deltanet_kernels import pack_prompt, prompt_attention, round_tokens
+from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall, RoundTokensCall
 from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, quantised, restored
 
 
@@ -42,12 +44,13 @@ def quantised_attention(
 
     Args:
         window: the most recent tokens that a query sees, itself included.
-        packed: the keys and values that `pack_prompt` restores, where they are known.
+        packed: the keys and values that `pack_prompt` restores, where they are known; k and v are then rounded.
 
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
     if packed is None:
+        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
         packed = _seen(k.detach(), v.detach(), bits)
     keys, values = packed
     return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))

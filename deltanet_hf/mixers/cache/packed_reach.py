@@ -8,9 +8,9 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.state import TensorShape
-from deltanet_kernels.packed_cache.layout import GROUP, SINKS
+from deltanet_kernels.packed_cache.layout import BLOCK, GROUP, SINKS
 
-NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "count")
+NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "exponents", "count")
 PACKED = NAMES[:4]  # those with a dimension of groups, the third
 
 
@@ -35,7 +35,7 @@ class PackedReach:
         """A window within the family's own.
 
         Raises:
-            UserError: more sinks than stay as they are.
+            UserError: more sinks than stay in 8 bits.
         """
         if family_window is not None and (window is None or family_window <= window):
             return cls(bits, family_window)
@@ -49,16 +49,17 @@ class PackedReach:
         """N: the packed groups after `tokens` tokens."""
         return max(0, tokens - 1) // GROUP if self.window is None else -(-(self.window - 1) // GROUP)
 
-    def shapes(self, heads: int, size: int, tokens: int, dtype: torch.dtype) -> dict[str, TensorShape]:
+    def shapes(self, heads: int, size: int, tokens: int) -> dict[str, TensorShape]:
         """The tensors of one sequence after `tokens` tokens."""
-        groups, parts = self.groups(tokens), max(1, size // GROUP)
-        exact = TensorShape((heads, SINKS + GROUP, size), dtype)
+        groups, parts, blocks = self.groups(tokens), max(1, size // GROUP), max(1, size // BLOCK)
+        own = TensorShape((heads, SINKS + GROUP, size), torch.int8)
         return {
             "key_codes": TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8),
             "key_scales": TensorShape((heads, groups, 2, size), torch.bfloat16),
             "value_codes": TensorShape((heads, groups, size, GROUP * self.bits // 8), torch.uint8),
             "value_scales": TensorShape((heads, groups, 2, parts, GROUP), torch.bfloat16),
-            "keys": exact,
-            "values": exact,
+            "keys": own,
+            "values": own,
+            "exponents": TensorShape((heads, SINKS + GROUP, 2 * blocks), torch.int8),
             "count": TensorShape((), torch.int32),
         }

@@ -1,7 +1,7 @@
 """The packed keys and values of a layer, and the attention of a call to them.
 
-It computes what `fake_quantisation.py` defines: a query sees its own group of 32 tokens and the first four tokens as
-they are, and the packed form of earlier groups, whatever the calls were in which the tokens came. Tokens are counted
+It computes what `fake_quantisation.py` defines: a query sees its own group of 32 tokens and the first four tokens in
+8 bits, and the packed form of earlier groups, whatever the calls were in which the tokens came. Tokens are counted
 without padding. A window keeps the groups that its next query may see, as a ring; otherwise all groups are kept.
 
 A call is computed in one of four ways:
@@ -30,9 +30,9 @@ from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED, PackedReach
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import Tokens
-from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_
+from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_, round_tokens
 from deltanet_kernels.packed_cache.arranged import attention_by_numbers
-from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall
+from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall, RoundTokensCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 
@@ -101,8 +101,8 @@ class PackedTokens:
             )
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
+        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
         old = PackedKeyValues(*(self.state[name] for name in NAMES)) if self.state else self._empty(k)
-        q, k, v = (x.to(old.keys.dtype) for x in (q, k, v))
         longest, cu_seqlens = (length, None) if self._lengths is None else (max(self._lengths), self._cu_seqlens)
         groups, reach = kept.groups(self._seen + longest), (kept.window, kept.sinks, kept.family_window)
         call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest)
@@ -118,12 +118,13 @@ class PackedTokens:
         """The cache before the first token, for keys as in k [B, T, HK, D]."""
         batch = len(k) if self._lengths is None else len(self._lengths)
         heads, size = k.shape[2:]
-        shapes = self.kept.shapes(heads, size, 0, k.dtype)
+        shapes = self.kept.shapes(heads, size, 0)
         return PackedKeyValues(*(k.new_zeros(batch, *shapes[name].shape, dtype=shapes[name].dtype) for name in NAMES))  # type: ignore[call-arg]
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """`attend` of whole sequences without padding."""
         kept, length = self.kept, q.shape[1]
+        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
         packed = None
         if self._keep_state:
             call = PackPromptCall(k.detach(), v.detach(), kept.bits, kept.groups(length), self._prompt_length)
@@ -151,7 +152,6 @@ class PackedTokens:
             state = {name: tensor.clone() for name, tensor in state.items()}
         _widen(state, kept.groups(self._seen + 1))
         cache = PackedKeyValues(*(state[name] for name in NAMES))
-        q, k, v = (x.to(cache.keys.dtype) for x in (q, k, v))
         self.state = state
         reach = kept.window, kept.sinks, kept.family_window
         call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, self._slots, self._pages)

@@ -101,7 +101,7 @@ class WindowBranch(Part):
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
         if self.cache_bits < 16:
-            return self.kept.shapes(self.kv_heads, self.head_dim, 0, dtype)
+            return self.kept.shapes(self.kv_heads, self.head_dim, 0)
         return window_shapes(self.kv_heads, self.head_dim, self.window + self.sinks, dtype)
 
     def forward(

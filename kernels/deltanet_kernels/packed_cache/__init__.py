@@ -2,7 +2,7 @@
 
 Keys are quantised per channel over groups of 32 tokens, values per token over groups of 32 channels (KIVI, arXiv
 2402.02750), on even steps from the lowest number of a group. The current group of a sequence, which ends with its last
-token, and its first four tokens stay as they are. A group is packed when the first token behind it arrives.
+token, and its first four tokens are in 8 bits. A group is packed when the first token behind it arrives.
 
     file           holds
     -------------  ------------------------------------------------------------------------------------------------

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.packed_cache.calls import PackedPartCall, PackPromptCall, PromptAttentionCall
-from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues, packed_groups, unpacked
+from deltanet_kernels.packed_cache.layout import (
+    GROUP,
+    SINKS,
+    PackedKeyValues,
+    packed_groups,
+    token_tensors,
+    tokens_of,
+    unpacked,
+)
 from deltanet_kernels.packed_cache.reference import known_lengths, torch_pack_prompt, torch_prompt_attention
 
 MOST_SCORES = 2**24  # that a call holds at a time
@@ -30,8 +38,9 @@ class ArrangedTokens:
     numbers: Tensor  # [B, T] of the queries, from 0; -1 at padding
     base: Tensor  # [B] the first group
     count: Tensor  # [B] tokens after the call
-    exact: tuple[Tensor, Tensor]  # keys and values [B, HK, L, D] of the last groups, as they are
+    tokens: tuple[Tensor, Tensor]  # keys and values [B, HK, L, D] of the last groups, not packed
     packed: tuple[Tensor, ...]  # the first four tensors of `PackedKeyValues` for all L / 32 groups
+    bits: int  # of these
     sinks: tuple[Tensor, Tensor]  # [B, HK, 4, D]
 
     @classmethod
@@ -47,16 +56,16 @@ class ArrangedTokens:
         is_left = (current[:, None] * GROUP + within >= before[:, None])[:, None, :, None]  # from the group before it
         places = (numbers - base[:, None] * GROUP).where(numbers >= 0, groups * GROUP)
         first = numbers.where((numbers >= 0) & (numbers < SINKS), SINKS)
-        exact, sinks = [], []
-        for x, kept in ((k, old.keys), (v, old.values)):
+        tokens, sinks = [], []
+        for x, kept in zip((k, v), tokens_of(old, k.dtype), strict=True):
             new = x.transpose(1, 2)
             filled = new.new_zeros(batch, heads, groups * GROUP + 1, size)
             start = new.new_zeros(batch, heads, SINKS + 1, size)
-            filled = _put(filled, kept[:, :, SINKS:].to(new).masked_fill(is_left, 0), own)
+            filled = _put(filled, kept[:, :, SINKS:].masked_fill(is_left, 0), own)
             start[:, :, :SINKS] = kept[:, :, :SINKS]
-            exact.append(_put(filled, new, places)[:, :, :-1])
+            tokens.append(_put(filled, new, places)[:, :, :-1])
             sinks.append(_put(start, new, first)[:, :, :-1])
-        packed: tuple[Tensor, ...] = packed_groups(exact[0], exact[1], old.bits)
+        packed: tuple[Tensor, ...] = packed_groups(tokens[0], tokens[1], old.bits)
         if held:
             absolute = base[:, None] + torch.arange(groups, device=k.device)
             is_old = absolute < current[:, None]
@@ -64,7 +73,7 @@ class ArrangedTokens:
                 _choose(is_old, _taken(x, absolute % held), new) for x, new in zip(old[:4], packed, strict=True)
             )
         count = before + (numbers >= 0).sum(1)
-        return cls(numbers, base, count, (exact[0], exact[1]), packed, (sinks[0], sinks[1]))
+        return cls(numbers, base, count, (tokens[0], tokens[1]), packed, old.bits, (sinks[0], sinks[1]))
 
     def state(self, groups: int) -> PackedKeyValues:
         """The cache of `groups` groups after the call."""
@@ -75,17 +84,17 @@ class ArrangedTokens:
         at = (number - self.base[:, None]).clamp(0, self.packed[0].shape[2] - 1)
         packed = (_choose(number >= 0, _taken(x, at), torch.zeros_like(x[:, :, :1])) for x in self.packed)
         own = (current - self.base)[:, None] * GROUP + torch.arange(GROUP, device=current.device)
-        exact = (torch.cat([sinks, _taken(x, own)], dim=2) for x, sinks in zip(self.exact, self.sinks, strict=True))
-        return PackedKeyValues(*packed, *exact, self.count.int())  # type: ignore[call-arg]
+        k, v = (torch.cat([sinks, _taken(x, own)], dim=2) for x, sinks in zip(self.tokens, self.sinks, strict=True))
+        return PackedKeyValues(*packed, *token_tensors(k, v), self.count.int())  # type: ignore[call-arg]
 
     def attend(
         self, q: Tensor, window: int, sinks: int, limit: int, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """The attention of q [B, T, HQ, D], see `PackedPartCall`; a mask says which form of which token it sees."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        cache = PackedKeyValues(*self.packed, *self.exact, self.count)  # type: ignore[call-arg]
-        restored = unpacked(cache, self.exact[0].dtype)
-        length, base = self.exact[0].shape[2], self.base[:, None] * GROUP
+        tokens = self.tokens
+        restored = unpacked(self.packed, self.bits, tokens[0].dtype)
+        length, base = tokens[0].shape[2], self.base[:, None] * GROUP
         token = base + torch.arange(length, device=q.device)
         first = torch.arange(SINKS, device=q.device).expand(len(q), -1)
         known = None
@@ -106,15 +115,15 @@ class ArrangedTokens:
                 far = slice(max(0, least - window + 1), last)
                 own = slice(least // GROUP * GROUP, last)
             keys, values = (
-                torch.cat([one, seen[:, :, far], exact[:, :, own]], dim=2).to(wide)
-                for one, seen, exact in zip(self.sinks, restored, self.exact, strict=True)
+                torch.cat([one, seen[:, :, far], x[:, :, own]], dim=2).to(wide)
+                for one, seen, x in zip(self.sinks, restored, tokens, strict=True)
             )
             j = torch.cat([first, token[:, far].where(token[:, far] >= SINKS, -1), token[:, own]], dim=1)[:, None]
             place = torch.arange(j.shape[2], device=q.device)
-            is_exact, is_sink = place >= j.shape[2] - token[:, own].shape[1], place < SINKS
+            is_own, is_sink = place >= j.shape[2] - token[:, own].shape[1], place < SINKS
             i = numbers.unsqueeze(2)
             same = j // GROUP == i // GROUP
-            seen = (j >= 0) & (j <= i) & torch.where(is_exact, same, ~same)
+            seen = (j >= 0) & (j <= i) & torch.where(is_own, same, ~same)
             seen = seen & ((i - j < window) | (j < sinks)) & (i - j < limit)
             seen = seen | ((i < 0) & is_sink)  # padding sees something, because nothing gives NaN
             grouped = some.unflatten(2, (keys.shape[1], -1)).to(wide)

@@ -25,7 +25,7 @@ class PackedAttentionCall(NamedTuple):
 
     Args:
         q: queries [B, HQ, 1, D].
-        cache: of sequences of at least one token, its tensors contiguous; keys and values in the dtype of q.
+        cache: of sequences of at least one token, its tensors contiguous.
         window: the most recent tokens that are seen, the last itself included; None for all.
         sinks: the first tokens, at most 4, that are seen before the window too.
         limit: the most recent tokens outside of which sinks are not seen either; None for all.
@@ -66,8 +66,8 @@ class PackedStepCall(NamedTuple):
 
     Args:
         q: the token's queries [B, 1, HQ, D].
-        k, v: its key and value [B, 1, HK, D].
-        cache: its tensors contiguous, in the dtype of q, k and v; N > 0 if any sequence goes beyond 32 tokens, and as
+        k, v: its key and value [B, 1, HK, D], not rounded.
+        cache: its tensors contiguous; N > 0 if any sequence goes beyond 32 tokens, and as
             many as are to be seen. Sequences have fewer than 2**23 tokens.
         window, sinks, limit, scale, softcap: as for `packed_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D, as for `window_step_`. Keys are
@@ -111,6 +111,24 @@ class PackedStepCall(NamedTuple):
         return PackedAttentionCall(self.q.transpose(1, 2), *self[3:9])
 
 
+class RoundTokensCall(NamedTuple):
+    """Keys and values as a packed cache takes them in: in 8 bits (`PackedKeyValues`). Gradients pass it unchanged.
+
+    Args:
+        k, v: [B, T, HK, D]; D a multiple of 32, or less than 32 and even.
+
+    Returns:
+        k and v in their dtype, which has the rounded numbers exactly.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that do not fit.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
 class PackGroupsCall(NamedTuple):
     """Quantises complete groups of 32 tokens, in one pass.
 
@@ -135,7 +153,7 @@ class PackPromptCall(NamedTuple):
     """Makes the cache of sequences of T tokens, and what their queries see of it.
 
     Args:
-        k, v: [B, T, HK, D]; T >= 1; D a multiple of 32, or less than 32 and even.
+        k, v: [B, T, HK, D] as `round_tokens` gives them; T >= 1; D a multiple of 32, or less than 32 and even.
         bits: 8 or 4.
         groups: the most recent groups that the cache holds; None for all N = (T - 1) // 32 that are complete and
             before the last token.
@@ -144,7 +162,7 @@ class PackPromptCall(NamedTuple):
 
     Returns:
         The tensors of `PackedKeyValues`, and keys and values [B, N * 32, HK, D] as queries of later groups see them:
-        restored from the codes, the first four tokens as they are. The latter are those of all T tokens.
+        restored from the codes, the first four tokens as in k and v. The latter are those of all T tokens.
 
     Raises:
         ValueError: shapes or bits that do not fit.
@@ -162,12 +180,12 @@ class PackedPartCall(NamedTuple):
     """Several tokens after those of a packed cache: their attention, and the cache after them. No gradients.
 
     It is as if the tokens had come one by one, or all at once: a query sees its own group of 32 tokens and the first
-    four tokens as they are, and earlier groups as they are restored. On CUDA these are two kernels, those of a prompt.
+    four tokens in 8 bits, and earlier groups as they are restored. On CUDA these are two kernels, those of a prompt.
 
     Args:
         q: queries [B, T, HQ, D]; T >= 1.
-        k, v: keys and values [B, T, HK, D].
-        cache: before the tokens, in the dtype of q, k and v, with as many groups as the first query sees; it stays as
+        k, v: keys and values [B, T, HK, D] as `round_tokens` gives them.
+        cache: before the tokens, with as many groups as the first query sees; it stays as
             it is. Sequences may have no tokens yet, and different numbers of them. Numbers of tokens are read on the
             device.
         groups: N of the cache after the tokens.

@@ -20,8 +20,9 @@ from deltanet_kernels.packed_cache.calls import (
     PackGroupsCall,
     PackPromptCall,
     PromptAttentionCall,
+    RoundTokensCall,
 )
-from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, PackedKeyValues
+from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.checks import check_window_attention
 
@@ -41,7 +42,7 @@ def _check_queries(
     q: Tensor, shape: tuple[int, ...], heads: int, names: str, call: PackedAttentionCall | PackedPartCall
 ) -> None:
     """Those of a call, whose dimension `heads` is that of the heads, and what they see."""
-    _check_like("q", q, call.cache)
+    _require_float("q", _require_tensor("q", q))
     _require_shape("q", q, shape, names)
     held = call.cache.keys.shape[1]
     if q.shape[heads] % held:
@@ -62,23 +63,30 @@ def check_packed_step(call: PackedStepCall) -> None:
         _require_shape("pages", _require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
         check_slots(call.pages[:, 0], B, call.q.device, call.cache.key_codes, name="pages")
     for name, x in (("k", call.k), ("v", call.v)):
-        _check_like(name, x, call.cache)
+        _check_like(name, x, call.q)
         _require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
     check_rotation(call.cos, call.sin, B, 1, D, call.q.device)
     _check_attention(call.attention, B)
     refuse_gradients("packed_step_", "window_attention", call.k, call.v)
 
 
-def check_pack_groups(call: PackGroupsCall) -> None:
+def check_round_tokens(call: RoundTokensCall) -> None:
     """Raises ValueError or TypeError."""
     _check_tokens(*call)
+
+
+def check_pack_groups(call: PackGroupsCall) -> None:
+    """Raises ValueError or TypeError."""
+    _check_tokens(call.k, call.v)
+    _check_bits(call.bits)
     if call.k.shape[2] % GROUP:
         raise ValueError(f"k: got shape {list(call.k.shape)}, needs [B, HK, N * {GROUP}, D]")
 
 
 def check_pack_prompt(call: PackPromptCall) -> None:
     """Raises ValueError or TypeError."""
-    _check_tokens(*call[:3])
+    _check_tokens(call.k, call.v)
+    _check_bits(call.bits)
     if not call.k.shape[1]:
         raise ValueError("k: got no tokens")
     check_length(call.length, call.k)
@@ -94,7 +102,7 @@ def check_packed_part(call: PackedPartCall) -> None:
         if not 0 < call.longest <= T:
             raise ValueError(f"longest: got {call.longest}, needs the most tokens of a sequence")
     for name, x in (("k", call.k), ("v", call.v)):
-        _check_like(name, x, call.cache)
+        _check_like(name, x, call.q)
         _require_shape(name, x, (rows, T, HK, D), f"[{names}, HK, D] of the cache")
     if not T:
         raise ValueError("q: got no tokens")
@@ -118,17 +126,20 @@ def check_prompt_attention(call: PromptAttentionCall) -> None:
     refuse_gradients("prompt_attention", "window_attention", *others)
 
 
-def _check_tokens(k: Tensor, v: Tensor, bits: int) -> None:
+def _check_tokens(k: Tensor, v: Tensor) -> None:
     _require_float("k", _require_tensor("k", k))
     _require_shape("v", _require_tensor("v", v), tuple(k.shape), "the shape of k")
     D = k.shape[-1]
     if k.dim() != 4 or (D % GROUP and (D > GROUP or D % 2)):
         raise ValueError(f"k: got shape {list(k.shape)}, needs four dimensions with D in whole groups of channels")
+
+
+def _check_bits(bits: int) -> None:
     if bits not in PACKED_BITS:
         raise ValueError(f"bits: got {bits}, needs one of {PACKED_BITS}")
 
 
-def _check_like(name: str, x: Tensor, cache: PackedKeyValues) -> None:
+def _check_like(name: str, x: Tensor, q: Tensor) -> None:
     _require_float(name, _require_tensor(name, x))
-    if x.dtype != cache.keys.dtype:
-        raise TypeError(f"{name}: got dtype {x.dtype}, needs {cache.keys.dtype} (the dtype of the cache)")
+    if x.dtype != q.dtype:
+        raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")

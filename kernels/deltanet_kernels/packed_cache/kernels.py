@@ -17,7 +17,10 @@ from deltanet_kernels.window.step import take_ticket, turned
 
 GROUP = tl.constexpr(layout.GROUP)
 SINKS = tl.constexpr(layout.SINKS)
+TOKENS = tl.constexpr(layout.SINKS + layout.GROUP)  # of a head that are not packed
 LEAST_SCALE = tl.constexpr(layout.LEAST_SCALE)
+BLOCK = tl.constexpr(layout.BLOCK)
+LEAST_EXPONENT = tl.constexpr(layout.LEAST_EXPONENT)
 
 
 @triton.jit
@@ -71,6 +74,61 @@ def _restored(
 
 
 @triton.jit
+def _power(exponent):
+    """2 to this power, a whole number from -126 to 127."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _token_codes(x, R: tl.constexpr, D: tl.constexpr):
+    """x [R, D] float32 in 8 bits as `layout.token_tensors`: codes [R, D / 32, 32] in float32, exponents [R, D / 32]."""
+    x = tl.reshape(x, [R, D // BLOCK, BLOCK])
+    logarithm = (tl.max(tl.abs(x), axis=2).to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.maximum(logarithm - 6, LEAST_EXPONENT)
+    x = x * _power(-exponent)[:, :, None]
+    x = (x + 12582912.0) - 12582912.0  # to the nearest whole number, ties to even
+    return tl.minimum(tl.maximum(x, -127.0), 127.0), exponent
+
+
+@triton.jit
+def rounded_tokens(x, R: tl.constexpr, D: tl.constexpr):
+    """x [R, D] float32 as `layout.rounded_tokens`."""
+    codes, exponent = _token_codes(x, R, D)
+    return tl.reshape(codes * _power(exponent)[:, :, None], [R, D])
+
+
+@triton.jit
+def store_tokens(x, codes, exponents, place, mask, VALUES: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    """Put x [R, D] float32, keys or else VALUES, into the places [R] of one head."""
+    BLOCKS: tl.constexpr = D // BLOCK
+    d, block = tl.arange(0, D)[None, :], tl.arange(0, BLOCKS)[None, :]
+    x, exponent = _token_codes(x, R, D)
+    tl.store(codes + place[:, None] * D + d, tl.reshape(x, [R, D]).to(tl.int8), mask=mask[:, None])
+    at = place[:, None] * (2 * BLOCKS) + VALUES * BLOCKS + block
+    tl.store(exponents + at, exponent.to(tl.int8), mask=mask[:, None])
+
+
+@triton.jit
+def load_tokens(codes, exponents, place, d, mask, VALUES: tl.constexpr, D: tl.constexpr):
+    """Channels d of keys, or else of VALUES, in these places of one head, in float32; 0 without `mask`."""
+    BLOCKS: tl.constexpr = D // BLOCK
+    x = tl.load(codes + place * D + d, mask=mask, other=0).to(tl.float32)
+    at = place * (2 * BLOCKS) + VALUES * BLOCKS + d // BLOCK
+    return x * _power(tl.load(exponents + at, mask=mask, other=0))
+
+
+@triton.jit(do_not_specialize=["T", "rows"])
+def round_tokens_kernel(x, y, T, rows, x_row, x_token, x_head, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+    """One program per R of the rows of y [B, T, HK, D]."""
+    n = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    d = tl.arange(0, D)[None, :]
+    at = n // HK // T * x_row + n // HK % T * x_token + n % HK * x_head
+    m = (n < rows)[:, None]
+    new = rounded_tokens(tl.load(x + at[:, None] + d, mask=m, other=0.0).to(tl.float32), R, D)
+    tl.store(y + n[:, None] * D + d, new.to(y.dtype.element_ty), mask=m)
+
+
+@triton.jit
 def _in_page(
     key_codes, key_scales, value_codes, value_scales, pages, b, h, place, PER_PAGE: tl.constexpr,
     PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr, VS_ROW: tl.constexpr,
@@ -103,10 +161,11 @@ def _is_seen(i, j, window, sinks, limit):
 
 @triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
 def packed_span_kernel(
-    q, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, slots, pages, parts, weights, factor,
-    groups, span, spans, window, sinks, limit,
+    q, key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, slots, pages, parts, weights,
+    factor, groups, span, spans, window, sinks, limit,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, LENGTHS_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, EXPONENTS_ROW: tl.constexpr,
+    LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -122,8 +181,9 @@ def packed_span_kernel(
     else:  # row b of the cache is that of the slot; of what sequences share one token is read
         slot = tl.load(slots + pair // HK).to(tl.int64)
         i = tl.where(slot > 0, tl.load(lengths + slot * LENGTHS_ROW) - 1, 0)
-        keys += slot * KEYS_ROW - pair // HK * (HK * (SINKS + GROUP) * D)
-        values += slot * VALUES_ROW - pair // HK * (HK * (SINKS + GROUP) * D)
+        keys += slot * KEYS_ROW - pair // HK * (HK * TOKENS * D)
+        values += slot * VALUES_ROW - pair // HK * (HK * TOKENS * D)
+        exponents += slot * EXPONENTS_ROW - pair // HK * (HK * TOKENS * (2 * D // BLOCK))
     current = i // GROUP
     if pages is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if (c < spans - 1) & (c * span >= current):  # a table of pages is as wide as the longest sequence may become
@@ -142,13 +202,16 @@ def packed_span_kernel(
     token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2
     q_MD = tl.load(q + at_q * D + channel[None, :], mask=m_q, other=0.0)
     if c == spans - 1:
-        for start in range(0, SINKS + GROUP, 16):
+        keys += pair * (TOKENS * D)
+        values += pair * (TOKENS * D)
+        exponents += pair * (TOKENS * (2 * D // BLOCK))
+        for start in range(0, TOKENS, 16):
             e = start + tl.arange(0, 16)
             j = tl.where(e < SINKS, e, current * GROUP + e - SINKS)
-            seen = (j <= i) & (e < SINKS + GROUP) & (e >= tl.where(current > 0, 0, SINKS))
-            at = pair * ((SINKS + GROUP) * D) + e[:, None] * D
-            k = tl.load(keys + at + channel[None, :], mask=seen[:, None], other=0.0)
-            v = tl.load(values + at + d[None, :], mask=seen[:, None], other=0.0)
+            seen = (j <= i) & (e < TOKENS) & (e >= tl.where(current > 0, 0, SINKS))
+            m = seen[:, None]
+            k = load_tokens(keys, exponents, e[:, None], channel[None, :], m, False, D).to(q_MD.dtype)
+            v = load_tokens(values, exponents, e[:, None], d[None, :], m, True, D).to(q_MD.dtype)
             seen = seen & _is_seen(i, j, window, sinks, limit)
             s = tl.dot(q_MD, tl.trans(k), input_precision=PRECISION)
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
@@ -295,10 +358,11 @@ def pack_kernel(
 
 @triton.jit
 def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, lengths, slots, pages, q, k, v, cos, sin, turned_q,
-    groups, q_row, k_row, v_row,
+    key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, slots, pages, q, k, v, cos, sin,
+    turned_q, groups, q_row, k_row, v_row,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, LENGTHS_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, EXPONENTS_ROW: tl.constexpr,
+    LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
     ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -315,30 +379,34 @@ def append_kernel(
         slot = tl.load(slots + b).to(tl.int64)
         number = take_ticket(lengths, slot * LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
         number = tl.where(slot > 0, number, 0)
-        keys += slot * KEYS_ROW - b * (HK * (SINKS + GROUP) * D)
-        values += slot * VALUES_ROW - b * (HK * (SINKS + GROUP) * D)
+        keys += slot * KEYS_ROW - b * (HK * TOKENS * D)
+        values += slot * VALUES_ROW - b * (HK * TOKENS * D)
+        exponents += slot * EXPONENTS_ROW - b * (HK * TOKENS * (2 * D // BLOCK))
     d = tl.arange(0, D)
     m_d = d < D
-    keys += pair * ((SINKS + GROUP) * D)
-    values += pair * ((SINKS + GROUP) * D)
+    keys += pair * (TOKENS * D)
+    values += pair * (TOKENS * D)
+    exponents += pair * (TOKENS * (2 * D // BLOCK))
     if (number > 0) & (number % GROUP == 0) & (groups > 0):
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
-        own = SINKS * D
         kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, pair * groups + place
         if pages is not None:
             kc, ks, vc, vs, n = _in_page(
                 kc, ks, vc, vs, pages, b, h, place, PER_PAGE, PAGES_ROW, KC_ROW, KS_ROW, VC_ROW, VS_ROW
             )  # fmt: skip
-        pack_group(keys + own, values + own, D, D, kc, ks, vc, vs, n, True, D, BITS)
+        own, m = tl.arange(0, GROUP) + SINKS, tl.full([1, 1], True, tl.int1)
+        own_k = load_tokens(keys, exponents, own[:, None], d[None, :], m, False, D)
+        own_v = load_tokens(values, exponents, own[None, :], d[:, None], m, True, D)
+        pack_loaded(own_k, own_v, kc, ks, vc, vs, n, True, D, BITS)
         tl.debug_barrier()  # all of the group is read before its first place is written
-    new_k = turned(k + b * k_row + h * D, cos, sin, b, d, m_d, R, ROPE_ROWS).to(keys.dtype.element_ty)
-    new_v = tl.load(v + b * v_row + h * D + d)
-    at = (SINKS + number % GROUP) * D + d
-    tl.store(keys + at, new_k)
-    tl.store(values + at, new_v)
-    first = tl.zeros_like(d) + number < SINKS
-    tl.store(keys + number * D + d, new_k, mask=first)
-    tl.store(values + number * D + d, new_v, mask=first)
+    # Its place in its group, and among the first tokens.
+    is_first = tl.arange(0, 2) == 1
+    place = tl.where(is_first, number, number % GROUP + SINKS)
+    is_held = tl.where(is_first, number, 0) < SINKS
+    new_k = turned(k + b * k_row + h * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
+    new_v = tl.load(v + b * v_row + h * D + d).to(tl.float32)
+    store_tokens(tl.broadcast_to(new_k[None, :], [2, D]), keys, exponents, place, is_held, False, 2, D)
+    store_tokens(tl.broadcast_to(new_v[None, :], [2, D]), values, exponents, place, is_held, True, 2, D)
     if R > 0:
         for g in range(HEADS):
             new_q = turned(q + b * q_row + (h * HEADS + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)

@@ -25,9 +25,10 @@ from deltanet_kernels.packed_cache.calls import (
     PackGroupsCall,
     PackPromptCall,
     PromptAttentionCall,
+    RoundTokensCall,
 )
-from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, packed_span_kernel
-from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues
+from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, packed_span_kernel, round_tokens_kernel
+from deltanet_kernels.packed_cache.layout import BLOCK, GROUP, SINKS, PackedKeyValues, tokens_of
 from deltanet_kernels.packed_cache.prompt import pack_prompt_kernel, prompt_attention_kernel
 from deltanet_kernels.window.attention import reach_within, strided, window_backward
 from deltanet_kernels.window.config import window_config
@@ -68,21 +69,22 @@ def _supported(D: int, dtype: torch.dtype, group: int = 1) -> None:
         raise NotImplementedError(f"a packed cache in {dtype}: the kernels take float32, bfloat16 and float16")
 
 
-def _fake_attention(q, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, *rest):
+def _fake_attention(q, *rest):
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @operator(_fake_attention)
 def packed_attention_op(
     q: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor, keys: Tensor,
-    values: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float, softcap: float | None,
+    values: Tensor, exponents: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
-    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
     return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap)
 
 
-ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "LENGTHS_ROW")
+ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "EXPONENTS_ROW", "LENGTHS_ROW")
 
 
 def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:
@@ -140,16 +142,16 @@ def _fake_step(q, *_):
 
 @operator(
     _fake_step,
-    mutates=("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "lengths"),
+    mutates=("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "exponents", "lengths"),
 )
 def packed_step_op_(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
+    keys: Tensor, values: Tensor, exponents: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
     softcap: float | None, cos: Tensor | None, sin: Tensor | None, slots: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
-    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
     (B, _, HQ, D), HK = q.shape, keys.shape[1]
     turned = q.contiguous() if cos is None else q.new_empty(q.shape)
     (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
@@ -179,6 +181,48 @@ def packed_step_triton_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
         call.packed_rows,
     )  # fmt: skip
     return found
+
+
+def _fake_round(k, v):
+    return k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@operator(_fake_round)
+def round_tokens_op(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [B, T, HK, D], rounded and contiguous."""
+    rounded: tuple[Tensor, Tensor] = _fake_round(k, v)
+    B, T, HK, D = k.shape
+    some = 2048 // D
+    for x, y in zip((k, v), rounded, strict=True):
+        x = x if x.stride(3) == 1 else x.contiguous()
+        launch(
+            round_tokens_kernel, cdiv(B * T * HK, some), x, y, T, B * T * HK, *x.stride()[:3], HK=HK, D=D, R=some,
+            num_warps=4,
+        )  # fmt: skip
+    return rounded
+
+
+def _nothing_to_save(ctx, inputs, output):
+    return None
+
+
+def _pass_gradients(ctx, dk, dv):
+    return dk, dv
+
+
+gradient("round_tokens_op", _pass_gradients, _nothing_to_save)
+_differentiable_round_tokens = differentiable(round_tokens_op, _pass_gradients, _nothing_to_save)
+
+
+def round_tokens_triton(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
+    """`deltanet_kernels.round_tokens` in Triton.
+
+    Raises:
+        NotImplementedError: as `pack_prompt_triton`.
+    """
+    _supported(call.k.shape[3], call.k.dtype)
+    rounded: tuple[Tensor, Tensor] = _differentiable_round_tokens(*call)
+    return rounded
 
 
 def _groups(make, B, HK, N, D, bits, device):
@@ -229,22 +273,24 @@ def _fake_pack_prompt(k, v, bits, groups, length, old=None, starts=None):
         B, places = len(old.lengths), (old.groups + cdiv(T, GROUP)) * GROUP
     if starts is not None:
         places = B * (old.groups + 1) * GROUP + T
-    keys, values = (k.new_empty(B, HK, SINKS + GROUP, D) for _ in range(2))
+    sizes = (D, D, 2 * D // BLOCK)
+    tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.int8, device=k.device) for size in sizes)
     lengths = torch.empty(B, dtype=torch.int32, device=k.device)
     seen = (k.new_empty(rows, places, HK, D) for _ in range(2))
-    return *_groups(make, B, HK, groups, D, bits, k.device), keys, values, lengths, *seen
+    return *_groups(make, B, HK, groups, D, bits, k.device), *tokens, lengths, *seen
 
 
 @operator(_fake_pack_prompt)
 def pack_prompt_op(
     k: Tensor, v: Tensor, bits: int, groups: int, length: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of a cache, and the keys and values that later groups see [B, N * 32, HK, D]."""
     return _pack_prompt(k, v, bits, groups, length)
 
 
-def _pack_prompt(k, v, bits, groups, length, old=None, starts=None, longest=0):
-    """As `pack_prompt_op`, after the tokens of the cache `old`, with `cu_seqlens` and `longest` of `PackedPartCall`."""
+def _pack_prompt(k, v, bits, groups, length, old=None, tokens=(None, None), starts=None, longest=0):
+    """As `pack_prompt_op`, after the tokens of the cache `old`, of which `tokens` are not packed (`tokens_of`), with
+    `cu_seqlens` and `longest` of `PackedPartCall`."""
     made = _fake_pack_prompt(k, v, bits, groups, length, old, starts)
     (k, v), strides = strided(k, v)
     T, HK, D = k.shape[1:]
@@ -253,8 +299,9 @@ def _pack_prompt(k, v, bits, groups, length, old=None, starts=None, longest=0):
         T = T if starts is None else longest
         held, last = old.groups, old.groups + cdiv(T, GROUP)
     launch(
-        pack_prompt_kernel, len(made[6]) * HK * (1 + last), k, v, *made, length, *(old or [None] * 7), starts,
-        T, groups, held, last, *strides, HK=HK, D=D, BITS=bits, num_warps=4,
+        pack_prompt_kernel, len(made[7]) * HK * (1 + last), k, v, *made, length, *(old or [None] * 4)[:4], *tokens,
+        None if old is None else old.lengths, starts, T, groups, held, last, *strides, HK=HK, D=D, BITS=bits,
+        num_warps=4,
     )  # fmt: skip
     return made
 
@@ -285,18 +332,20 @@ def prompt_attention_op(
     return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), window, sinks, EVERYTHING, scale, softcap)
 
 
-def _prompt_attention(q, k, v, keys, values, window, sinks, limit, scale, softcap, old=None, starts=None, longest=0):
+def _prompt_attention(
+    q, k, v, keys, values, window, sinks, limit, scale, softcap, old=None, tokens=(None, None), starts=None, longest=0
+):
     """As `prompt_attention_op`, of contiguous keys and values; further arguments as for `_pack_prompt`."""
     (q, k, v), strides = strided(q, k, v)
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     config = window_config("forward", D, sinks, q.dtype)
     o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap)
-    exact, held = ((None, None, None), 0) if old is None else (old[4:], old.groups)
+    lengths, held = (None, 0) if old is None else (old.lengths, old.groups)
     if starts is not None:
         B, T = len(old.lengths), longest
     launch(
         prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
-        q, k, v, keys, values, *exact, starts, o, lse, T, window, limit, held, keys.shape[1], scale, *strides,
+        q, k, v, keys, values, *tokens, lengths, starts, o, lse, T, window, limit, held, keys.shape[1], scale, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, STAGES=config.stages, CAP=softcap,
         PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
     )  # fmt: skip
@@ -334,24 +383,24 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _fake_part(
-    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, groups, window, sinks, limit,
-    scale, softcap, cu_seqlens, longest,
+    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, groups, window, sinks,
+    limit, scale, softcap, cu_seqlens, longest,
 ):  # fmt: skip
-    old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+    old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
     made = _fake_pack_prompt(k, v, old.bits, groups, None, old, cu_seqlens)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:7]
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:8]
 
 
 @operator(_fake_part)
 def packed_part_op(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, lengths: Tensor, groups: int, window: int, sinks: int, limit: int, scale: float,
-    softcap: float | None, cu_seqlens: Tensor | None, longest: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    keys: Tensor, values: Tensor, exponents: Tensor, lengths: Tensor, groups: int, window: int, sinks: int, limit: int,
+    scale: float, softcap: float | None, cu_seqlens: Tensor | None, longest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
-    held = (key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+    held = (key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
     old = PackedKeyValues(*(x.contiguous() for x in held))  # type: ignore[call-arg]
-    rows = old, cu_seqlens, longest
+    rows = old, tokens_of(old, q.dtype), cu_seqlens, longest
     *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, *rows)
     return *_prompt_attention(q, k, v, seen_k, seen_v, window, sinks, limit, scale, softcap, *rows), *cache
 

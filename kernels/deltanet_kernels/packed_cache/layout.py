@@ -6,6 +6,7 @@ Shapes: B batch, HK key heads, N groups, D head size, G numbers that share a sca
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,17 +15,23 @@ from torch import Tensor
 from deltanet_kernels.common.registration import cached
 
 GROUP = 32  # tokens of a key channel, and channels of a value, that share a scale
-SINKS = 4  # tokens at the start of a sequence that stay as they are
+SINKS = 4  # tokens at the start of a sequence that are not packed
+BLOCK = 32  # channels of a token that share an exponent
 PACKED_BITS = (8, 4)
 LEAST_SCALE = 1e-30  # of a group whose numbers are all alike
+LEAST_EXPONENT = -120  # of a block: its numbers are below 2^-113
 
 
 class PackedKeyValues(NamedTuple):
     """The keys and values of sequences, and their lengths.
 
-    With n tokens before it, the last token of a sequence is in the group n // 32. That group is in `keys` and `values`
-    from place 4 on, as it is; the groups before it are packed, group g in the place g % N of N. The first four tokens
-    are in the places 0 to 3 of `keys` and `values`, and their packed form is not read.
+    A token enters the cache in 8 bits: whole numbers from -127 to 127, and one exponent for 32 channels (MXINT8 of the
+    OCP Microscaling Formats specification, version 1.0). bfloat16 has such numbers exactly, and rounding them again
+    changes nothing.
+
+    With n tokens before it, the last token of a sequence is in the group n // 32. The tokens of that group are in
+    `keys` and `values` from place 4 on; the groups before it are packed, group g in the place g % N of N. The first
+    four tokens are in the places 0 to 3 of `keys` and `values`, and their packed form is not read.
 
     Codes of keys lie token by token, codes of values channel by channel. A 32-bit word holds eight consecutive numbers
     of 4 bits, or four of 8: those of even places in its low half, those of odd places in its high half, in order from
@@ -36,8 +43,9 @@ class PackedKeyValues(NamedTuple):
     key_scales: Tensor  # [B, HK, N, 2, D] bfloat16: the scale and the lowest number of each channel
     value_codes: Tensor  # [B, HK, N, D, 32 * bits / 8] uint8
     value_scales: Tensor  # [B, HK, N, 2, D / 32, 32] bfloat16: of 32 channels and each token (D <= 32: of each token)
-    keys: Tensor  # [B, HK, 4 + 32, D]
-    values: Tensor  # [B, HK, 4 + 32, D]
+    keys: Tensor  # [B, HK, 4 + 32, D] int8
+    values: Tensor  # [B, HK, 4 + 32, D] int8
+    exponents: Tensor  # [B, HK, 4 + 32, 2 D / 32] int8: of the key, then of the value (D <= 32: one each)
     lengths: Tensor  # [B] int32: tokens of the sequences
 
     @property
@@ -50,10 +58,46 @@ class PackedKeyValues(NamedTuple):
         return self.key_codes.shape[2]
 
 
+def _power(exponents: Tensor) -> Tensor:
+    """2 to these powers, whole numbers from -126 to 127, in float32."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
+
+
+def _token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] in 8 bits as in `PackedKeyValues`: codes [..., D] and exponents [..., D / 32] int8."""
+    blocks = x.float().unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
+    logarithms = (blocks.abs().amax(-1).view(torch.int32) >> 23) - 127  # of 2, of the largest number, rounded down
+    exponents = (logarithms - 6).clamp_min(LEAST_EXPONENT)
+    codes = (blocks * _power(-exponents).unsqueeze(-1)).round().clamp(-127, 127)
+    return codes.flatten(-2).to(torch.int8), exponents.to(torch.int8)
+
+
+def _restored_tokens(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_token_codes`."""
+    blocks = codes.float().unflatten(-1, (exponents.shape[-1], -1))
+    return (blocks * _power(exponents).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def rounded_tokens(x: Tensor) -> Tensor:
+    """The keys or values x [..., D] as a cache takes them in."""
+    return _restored_tokens(*_token_codes(x), x.dtype)
+
+
+def token_tensors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`keys`, `values` and `exponents` of a cache, of k and v [B, HK, T, D]."""
+    (keys, key_exponents), (values, value_exponents) = _token_codes(k), _token_codes(v)
+    return keys, values, torch.cat([key_exponents, value_exponents], dim=-1)
+
+
+def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The inverse of `token_tensors`: [B, HK, 36, D]."""
+    keys, values = cache.exponents.chunk(2, dim=-1)
+    return _restored_tokens(cache.keys, keys, dtype), _restored_tokens(cache.values, values, dtype)
+
+
 def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., G] on 2^bits even steps: whole numbers [..., G] in float32 at least, and scale and lowest number [..., 1]
-    bfloat16."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    """x [..., G] on 2^bits even steps: whole numbers [..., G] float32, scale and lowest number [..., 1] bfloat16."""
+    wide = x.float()
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     steps, low = 2**bits - 1, low.bfloat16()
     # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than the kernels divide.
@@ -115,12 +159,13 @@ def packed_groups(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tens
     return packed[0].contiguous(), packed[1].contiguous(), packed[2].contiguous(), packed[3].contiguous()
 
 
-def unpacked(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, HK, N * 32, D] of the packed groups, in the order of their places."""
-    scale, low = cache.key_scales.split(1, dim=3)
-    keys = restored(_codes(cache.key_codes, cache.bits), scale, low, dtype)
-    codes = _codes(cache.value_codes, cache.bits).mT.unflatten(-1, (cache.value_scales.shape[4], -1))
-    scale, low = cache.value_scales.mT.unsqueeze(-1).unbind(3)
+def unpacked(groups: Sequence[Tensor], bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, HK, N * 32, D] of `packed_groups`."""
+    key_codes, key_scales, value_codes, value_scales = groups
+    scale, low = key_scales.split(1, dim=3)
+    keys = restored(_codes(key_codes, bits), scale, low, dtype)
+    codes = _codes(value_codes, bits).mT.unflatten(-1, (value_scales.shape[4], -1))
+    scale, low = value_scales.mT.unsqueeze(-1).unbind(3)
     return keys.flatten(2, 3), restored(codes, scale, low, dtype).flatten(-2).flatten(2, 3)
 
 

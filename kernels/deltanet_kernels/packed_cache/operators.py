@@ -12,6 +12,7 @@ from deltanet_kernels.packed_cache.calls import (
     PackGroupsCall,
     PackPromptCall,
     PromptAttentionCall,
+    RoundTokensCall,
 )
 from deltanet_kernels.packed_cache.checks import (
     check_pack_groups,
@@ -20,6 +21,7 @@ from deltanet_kernels.packed_cache.checks import (
     check_packed_part,
     check_packed_step,
     check_prompt_attention,
+    check_round_tokens,
 )
 from deltanet_kernels.packed_cache.reference import (
     torch_pack_groups,
@@ -27,6 +29,7 @@ from deltanet_kernels.packed_cache.reference import (
     torch_packed_attention,
     torch_packed_step_,
     torch_prompt_attention,
+    torch_round_tokens,
 )
 
 
@@ -54,6 +57,12 @@ def _pack_prompt():
     return pack_prompt_triton
 
 
+def _round():
+    from deltanet_kernels.packed_cache.launches import round_tokens_triton
+
+    return round_tokens_triton
+
+
 def _part():
     from deltanet_kernels.packed_cache.launches import packed_part_triton
 
@@ -77,6 +86,9 @@ packed_step_ = Operator("packed_step_", PackedStepCall, check=check_packed_step,
 pack_groups = Operator("pack_groups", PackGroupsCall, check=check_pack_groups, cpu=torch_pack_groups, triton=_pack)
 pack_prompt = Operator(
     "pack_prompt", PackPromptCall, check=check_pack_prompt, cpu=torch_pack_prompt, triton=_pack_prompt
+)
+round_tokens = Operator(
+    "round_tokens", RoundTokensCall, check=check_round_tokens, cpu=torch_round_tokens, triton=_round
 )
 packed_part = Operator("packed_part", PackedPartCall, check=check_packed_part, cpu=torch_packed_part, triton=_part)
 prompt_attention = Operator(

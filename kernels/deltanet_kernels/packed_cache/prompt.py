@@ -7,17 +7,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.packed_cache import layout
-from deltanet_kernels.packed_cache.kernels import GROUP, SINKS, copy_group, pack_loaded, unpack_group
+from deltanet_kernels.packed_cache.kernels import (
+    BLOCK,
+    GROUP,
+    SINKS,
+    TOKENS,
+    copy_group,
+    pack_loaded,
+    store_tokens,
+    unpack_group,
+)
 from deltanet_kernels.window.forward import attend_tile
 from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, is_partly_seen, load_rows, store_rows
 
-EXACT = tl.constexpr(layout.SINKS + layout.GROUP)  # tokens of a cache that stay as they are
-
 
 @triton.jit
-def _exact(x, old, j, d, token, before, end, begun, D: tl.constexpr):
-    """Channels d of the tokens j as they are, zero from `end` on: those from `before` on are in x, whose rows are
+def _tokens(x, old, j, d, token, before, end, begun, D: tl.constexpr):
+    """Channels d of the tokens j, zero from `end` on: those from `before` on are in x, whose rows are
     `token` elements apart, and earlier ones, of the group `begun` and of the first four, in `old` [36, D]."""
     found = tl.load(x + j.to(tl.int64) * token + d, mask=(j >= before) & (j < end), other=0.0)
     if old is not None:
@@ -38,7 +44,7 @@ def first_place(b, begin, held):
 
 @triton.jit(do_not_specialize=["T", "groups", "held", "last"])
 def pack_prompt_kernel(
-    k, v, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, seen_k, seen_v, length,
+    k, v, key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, seen_k, seen_v, length,
     old_key_codes, old_key_scales, old_value_codes, old_value_scales, old_keys, old_values, old_lengths, starts,
     T, groups, held, last, k_row, k_token, k_head, v_row, v_token, v_head,
     HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
@@ -73,23 +79,23 @@ def pack_prompt_kernel(
         base = tl.maximum(begun - held, 0)
         k -= before.to(tl.int64) * k_token
         v -= before.to(tl.int64) * v_token
-        old_keys += pair * ((SINKS + GROUP) * D)
-        old_values += pair * ((SINKS + GROUP) * D)
+        old_keys += pair * (TOKENS * D)
+        old_values += pair * (TOKENS * D)
     total = before + T
     end = total if length is None else tl.load(length).to(tl.int32)
     current = tl.maximum(end - 1, 0) // GROUP
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
     if n == last:
-        e = tl.arange(0, SINKS)
-        keys += pair * ((SINKS + GROUP) * D)
-        values += pair * ((SINKS + GROUP) * D)
-        at = e[:, None] * D + d[None, :]
-        tl.store(keys + at, _exact(k, old_keys, e[:, None], d[None, :], k_token, before, end, begun, D))
-        tl.store(values + at, _exact(v, old_values, e[:, None], d[None, :], v_token, before, end, begun, D))
-        own = (current * GROUP + r)[:, None]
-        at = (r + SINKS)[:, None] * D + d[None, :]
-        tl.store(keys + at, _exact(k, old_keys, own, d[None, :], k_token, before, end, begun, D))
-        tl.store(values + at, _exact(v, old_values, own, d[None, :], v_token, before, end, begun, D))
+        keys += pair * (TOKENS * D)
+        values += pair * (TOKENS * D)
+        exponents += pair * (TOKENS * (2 * D // BLOCK))
+        # The first SINKS rows are the first tokens, and 32 of the others the group of the last one.
+        e = tl.arange(0, 2 * GROUP)
+        j = tl.where(e < SINKS, e, current * GROUP + e - SINKS)[:, None]
+        some_k = _tokens(k, old_keys, j, d[None, :], k_token, before, end, begun, D).to(tl.float32)
+        some_v = _tokens(v, old_values, j, d[None, :], v_token, before, end, begun, D).to(tl.float32)
+        store_tokens(some_k, keys, exponents, e, e < TOKENS, False, 2 * GROUP, D)
+        store_tokens(some_v, values, exponents, e, e < TOKENS, True, 2 * GROUP, D)
         tl.store(lengths + b, end)
     else:
         g = base + n
@@ -97,7 +103,7 @@ def pack_prompt_kernel(
         group = pair * groups + g % tl.maximum(groups, 1)
         is_kept = (g >= current - groups) & (g < current)
         rows = (seen + n * GROUP + r) * HK + h
-        first = tl.minimum(total, SINKS)  # tokens that stay as they are
+        first = tl.minimum(total, SINKS)  # tokens that are not seen packed
         is_sink = j < SINKS
         if old_lengths is not None:  # noqa: SIM102 (known when the kernel is compiled)
             if g < begun:
@@ -109,19 +115,19 @@ def pack_prompt_kernel(
                     old_key_codes, old_key_scales, old_value_codes, old_value_scales, held_at, D, BITS
                 )
                 at = rows[:, None] * D + d[None, :]
-                old_k = _exact(k, old_keys, j[:, None], d[None, :], k_token, before, first, begun, D)
+                old_k = _tokens(k, old_keys, j[:, None], d[None, :], k_token, before, first, begun, D)
                 tl.store(seen_k + at, tl.where(is_sink[:, None], old_k, new_k.to(old_k.dtype)))
-                old_v = _exact(v, old_values, j[:, None], d[None, :], v_token, before, first, begun, D)
+                old_v = _tokens(v, old_values, j[:, None], d[None, :], v_token, before, first, begun, D)
                 tl.store(seen_v + at, tl.where(is_sink[:, None], old_v, new_v.to(old_v.dtype)))
         if (g >= begun) & (g < (total - 1) // GROUP):
-            own_k = _exact(k, old_keys, j[:, None], d[None, :], k_token, before, total, begun, D)
-            own_v = _exact(v, old_values, j[None, :], d[:, None], v_token, before, total, begun, D)
+            own_k = _tokens(k, old_keys, j[:, None], d[None, :], k_token, before, total, begun, D)
+            own_v = _tokens(v, old_values, j[None, :], d[:, None], v_token, before, total, begun, D)
             new_k, new_v = pack_loaded(
                 own_k, own_v, key_codes, key_scales, value_codes, value_scales, group, is_kept, D, BITS
             )
-            old_k = _exact(k, old_keys, j[:, None], d[None, :], k_token, before, first, begun, D)
+            old_k = _tokens(k, old_keys, j[:, None], d[None, :], k_token, before, first, begun, D)
             tl.store(seen_k + rows[:, None] * D + d[None, :], tl.where(is_sink[:, None], old_k, new_k.to(old_k.dtype)))
-            old_v = _exact(v, old_values, j[None, :], d[:, None], v_token, before, first, begun, D)
+            old_v = _tokens(v, old_values, j[None, :], d[:, None], v_token, before, first, begun, D)
             tl.store(seen_v + rows[None, :] * D + d[:, None], tl.where(is_sink[None, :], old_v, new_v.to(old_v.dtype)))
 
 
@@ -179,8 +185,8 @@ def prompt_attention_kernel(
         lse -= shift * HQ
         seen_k -= base.to(tl.int64) * (HK * D)
         seen_v -= base.to(tl.int64) * (HK * D)
-        old_keys += (b * HK + head) * (EXACT * D)
-        old_values += (b * HK + head) * (EXACT * D)
+        old_keys += (b * HK + head) * (TOKENS * D)
+        old_values += (b * HK + head) * (TOKENS * D)
     position += before
     length = before + T
     end = tl.minimum(position + BM, length)
@@ -194,7 +200,7 @@ def prompt_attention_kernel(
     sums = tl.zeros([BM, D], dtype=tl.float32)
     own = i // GROUP * GROUP
     if old_lengths is not None:
-        at = (EXACT - GROUP - begun * GROUP) * D
+        at = (TOKENS - GROUP - begun * GROUP) * D
         for start in tl.range(position // GROUP * GROUP, before, BN, num_stages=1):
             j = start + tl.arange(0, BN)
             seen = in_window(i[:, None], j[None, :], window) & (j < before)[None, :] & (j[None, :] >= own[:, None])

@@ -17,6 +17,7 @@ from deltanet_kernels.packed_cache.calls import (
     PackGroupsCall,
     PackPromptCall,
     PromptAttentionCall,
+    RoundTokensCall,
 )
 from deltanet_kernels.packed_cache.layout import (
     GROUP,
@@ -24,8 +25,11 @@ from deltanet_kernels.packed_cache.layout import (
     PackedKeyValues,
     in_stored_order,
     packed_groups,
+    rounded_tokens,
     stored_codes,
     token_numbers,
+    token_tensors,
+    tokens_of,
     unpacked,
 )
 from deltanet_kernels.window.cpu import blocked_attention, by_flash
@@ -45,8 +49,8 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     scale, low = in_stored_order(cache.key_scales, bits).to(wide).view(heads * N, 2, 1, D).unbind(1)
     codes = stored_codes(cache.key_codes, bits).to(wide).view(heads * N, GROUP, D)
     keys = torch.addcmul(low, codes, scale, out=codes).view(heads, N * GROUP, D)
-    exact_keys, exact_values = (x.view(heads, SINKS + GROUP, D).to(wide) for x in (cache.keys, cache.values))
-    scores = torch.cat([in_stored_order(q, bits) @ keys.mT, q @ exact_keys.mT], dim=2)
+    near_keys, near_values = (x.view(heads, SINKS + GROUP, D) for x in tokens_of(cache, wide))
+    scores = torch.cat([in_stored_order(q, bits) @ keys.mT, q @ near_keys.mT], dim=2)
     if call.softcap is not None:
         scores = call.softcap * (scores / call.softcap).tanh()
     scores.view(B, HK, R, -1).masked_fill_(_unseen(call), -torch.inf)
@@ -57,7 +61,7 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     scale, low = in_stored_order(cache.value_scales, bits).to(wide).view(heads * N, 2, parts, 1, GROUP).unbind(1)
     codes = stored_codes(cache.value_codes, bits).to(wide).view(heads * N, parts, D // parts, GROUP)
     values = torch.addcmul(low, codes, scale, out=codes).view(heads * N, D, GROUP)
-    output = torch.baddbmm((far @ values.mT).view(heads, N, R, D).sum(1), near, exact_values)
+    output = torch.baddbmm((far @ values.mT).view(heads, N, R, D).sum(1), near, near_values)
     return output.view(call.q.shape).to(call.q.dtype), lse.view(B, HQ)
 
 
@@ -84,6 +88,11 @@ def known_lengths(lengths: Tensor) -> tuple[int, ...] | None:
     return None if is_observed() or lengths.is_cuda else tuple(lengths.tolist())
 
 
+def torch_round_tokens(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
+    """`deltanet_kernels.round_tokens` in PyTorch, differentiable."""
+    return _straight_through(call.k, rounded_tokens(call.k)), _straight_through(call.v, rounded_tokens(call.v))
+
+
 def torch_pack_groups(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`deltanet_kernels.pack_groups` in PyTorch."""
     return packed_groups(*call)
@@ -101,10 +110,10 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     is_padding = (places >= end).unsqueeze(1)
     keys, values = (x.index_select(2, places.clamp_max(T - 1)).masked_fill(is_padding, 0) for x in (k, v))
     lengths = end.int().repeat(B)
-    cache = PackedKeyValues(*packed, keys, values, lengths)  # type: ignore[call-arg]
+    tokens = token_tensors(keys, values)
     seen = [
         torch.cat([x[:, :, : min(SINKS, N * GROUP)], restored[:, :, SINKS:]], dim=2).transpose(1, 2)
-        for x, restored in zip((k, v), unpacked(cache, k.dtype), strict=True)
+        for x, restored in zip((k, v), unpacked(packed, call.bits, k.dtype), strict=True)
     ]
     groups = N if call.groups is None else call.groups
     if groups > N:
@@ -113,7 +122,7 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     number = last - (last - torch.arange(groups, device=k.device)) % max(groups, 1)  # of the group in each place
     taken = (x.index_select(2, number.clamp_min(0)) for x in packed)
     packed = tuple(x.masked_fill((number < 0).view(-1, *[1] * (x.dim() - 3)), 0) for x in taken)
-    return PackedKeyValues(*packed, keys, values, lengths), seen[0], seen[1]  # type: ignore[call-arg]
+    return PackedKeyValues(*packed, *tokens, lengths), seen[0], seen[1]  # type: ignore[call-arg]
 
 
 def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
@@ -155,8 +164,12 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, other: Tensor) -> Tensor:
-    """x [B, T, HK, D] with the values of its other form [B, N, HK, D], and x's gradients (straight-through)."""
-    rounded = torch.cat([other, x[:, other.shape[1] :]], dim=1)
+    """x [B, T, HK, D] with the values of its other form [B, N, HK, D]."""
+    return _straight_through(x, torch.cat([other, x[:, other.shape[1] :]], dim=1))
+
+
+def _straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """The numbers of `rounded`, with the gradients of x."""
     return rounded.detach() + (x - x.detach()) if x.requires_grad else rounded
 
 
@@ -173,7 +186,7 @@ def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
 
 
 def _step_in_slots(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """A step of a call with slots, on copies of its rows; the exact rows go back, and a group that has been packed."""
+    """A step of a call with slots, on copies of its rows; those of tokens go back, and a group that has been packed."""
     held, pages = call.cache, call.packed_rows
     assert pages is not None
     pages = pages.long()
@@ -199,11 +212,10 @@ def append(k: Tensor, v: Tensor, cache: PackedKeyValues) -> None:
     if cache.groups and (known is None or any(n > 0 and n % GROUP == 0 for n in known)):
         _pack_complete(cache, number)
     number = number.view(-1, 1, 1, 1)
-    place = (SINKS + number % GROUP).expand_as(k)
-    for held, x in zip(cache[4:6], (k, v), strict=True):
-        held.scatter_(2, place, x)
+    for held, x in zip(cache[4:7], token_tensors(k, v), strict=True):
+        held.scatter_(2, (SINKS + number % GROUP).expand_as(x), x)
         if known is None or min(known) < SINKS:
-            first = number.clamp_max(SINKS - 1).expand_as(k)
+            first = number.clamp_max(SINKS - 1).expand_as(x)
             held.scatter_(2, first, x.where(number < SINKS, held.gather(2, first)))
     cache.lengths.add_(1)
 
@@ -213,7 +225,8 @@ def _pack_complete(cache: PackedKeyValues, number: Tensor) -> None:
     rows = torch.arange(len(number), device=number.device)
     full = (number > 0) & (number % GROUP == 0)
     place = (number // GROUP - 1) % cache.groups
-    new = packed_groups(cache.keys[:, :, SINKS:], cache.values[:, :, SINKS:], cache.bits)
+    keys, values = (x[:, :, SINKS:] for x in tokens_of(cache, torch.float32))
+    new = packed_groups(keys, values, cache.bits)
     for held, packed in zip(cache[:4], new, strict=True):
         chosen = full.view(-1, *[1] * (held.dim() - 2))
         held[rows, :, place] = packed[:, :, 0].where(chosen, held[rows, :, place])

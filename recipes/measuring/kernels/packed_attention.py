@@ -19,7 +19,7 @@ from torch import Tensor
 from deltanet_kernels import PackedKeyValues, decode_attention, pack_groups, packed_attention, packed_step_
 from deltanet_kernels.packed_cache import launches
 from deltanet_kernels.packed_cache.calls import PackedAttentionCall
-from deltanet_kernels.packed_cache.layout import GROUP, SINKS
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, token_tensors
 from deltanet_kernels.packed_cache.reference import torch_packed_attention
 from measuring.kernels import decode_attention as in_16_bits
 from measuring.kernels.harness import (
@@ -54,10 +54,9 @@ def packed(B: int, tokens: int, HQ: int, HK: int, D: int, bits: int) -> tuple[Te
 
     def cache() -> PackedKeyValues:
         k, v = (torch.randn(B, HK, places, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        keys, values = (x[:, :, : SINKS + GROUP].clone() for x in (k, v))
+        own = token_tensors(*(x[:, :, : SINKS + GROUP] for x in (k, v)))
         lengths = torch.full((B,), 2 * tokens - 8 if ring else tokens - 8, dtype=torch.int32, device="cuda")
-        key_codes, key_scales, value_codes, value_scales = pack_groups(k, v, bits)
-        return PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+        return PackedKeyValues(*pack_groups(k, v, bits), *own, lengths)  # type: ignore[call-arg]
 
     size = 2 * B * tokens * HK * D * (bits + 1) / 8  # 32 bits of scale and lowest number for 32 numbers
     return q, several_caches(cache, size), size
@@ -72,8 +71,7 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
         return in_16_bits.attend(decode_attention, inputs._replace(size=4 * B * tokens * HK * D))
     window = WINDOW if tokens == WINDOW else None
     q, caches, size = packed(B, tokens, HQ, HK, D, bits)
-    wide = caches[0]._replace(keys=caches[0].keys.double(), values=caches[0].values.double())
-    wanted, _ = torch_packed_attention(PackedAttentionCall(q.double(), wide, window, SINKS))
+    wanted, _ = torch_packed_attention(PackedAttentionCall(q.double(), caches[0], window, SINKS))
     error = relative_error(packed_attention(q, caches[0], window, SINKS)[0], wanted)
     row = time_steps(lambda cache: packed_attention(q, cache, window, SINKS), caches, error, size)
     k = torch.randn(B, 1, HK, D, device="cuda", dtype=torch.bfloat16)
