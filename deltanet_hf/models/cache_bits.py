@@ -73,7 +73,7 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dt
     """Bytes of one sequence of `tokens` tokens in a cache of `bits` bits: keys, values, windows and states.
 
     Packed numbers have `bits` bits and, per `GROUP` of them, a scale and a lowest value of 16 bits. The current group
-    of tokens and the sinks take 8 bits, and 8 per 32 channels. States are as the model keeps them.
+    of tokens and the sinks take 8 bits, and 16 per 16 channels. States are as the model keeps them.
 
     Args:
         dtype: in which the model runs; None for that of its weights.

@@ -59,9 +59,11 @@ def test_tokens_are_rounded_to_8_bits(form: str, dtype: torch.dtype) -> None:
     by = by_triton if form == "triton" else by_pytorch
     found = by(round_tokens)(k, v)
     for y, rounded in zip((k, v), found, strict=True):
-        blocks = y.double().cpu().unflatten(-1, (-1, 32))
-        steps = torch.ldexp(torch.ones(()).double(), torch.frexp(blocks.abs().amax(-1, keepdim=True)).exponent - 7)
-        wanted = ((blocks / steps).round().clamp(-127, 127) * steps).flatten(-2)
+        blocks = y.double().cpu().unflatten(-1, (-1, 16))
+        low, high = blocks.amin(-1, keepdim=True).clamp_max(0), blocks.amax(-1, keepdim=True).clamp_min(0)
+        steps = torch.ldexp(torch.ones(()).double(), torch.frexp((high - low).float()).exponent - 8)
+        least = (low / steps).round().clamp_min(-255)
+        wanted = ((blocks / steps).round().clamp(least, least + 255) * steps).flatten(-2)
         assert rounded.dtype == dtype
         assert rounded.is_contiguous()
         assert torch.equal(rounded.double().cpu(), wanted)

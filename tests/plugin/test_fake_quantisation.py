@@ -14,10 +14,12 @@ from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_student,
 
 
 def in_8_bits(x: Tensor) -> Tensor:
-    """Blocks of 32 channels on whole multiples of the power of two of which the largest number has 64 to 127."""
-    blocks = x.unflatten(-1, (-1, GROUP))
-    step = 2 ** (blocks.abs().amax(-1, keepdim=True).log2().floor() - 6)
-    return ((blocks / step).round().clamp(-127, 127) * step).flatten(-2)
+    """Blocks of 16 channels on 256 whole multiples of the power of two of which their range, with 0, has 128 to 255."""
+    blocks = x.unflatten(-1, (-1, 16))
+    low, high = blocks.amin(-1, keepdim=True).clamp_max(0), blocks.amax(-1, keepdim=True).clamp_min(0)
+    step = 2 ** ((high - low).log2().floor() - 7)
+    least = (low / step).round().clamp_min(-255)
+    return ((blocks / step).round().clamp(least, least + 255) * step).flatten(-2)
 
 
 def on_even_steps(x: Tensor, dim: int, bits: int) -> Tensor:
@@ -112,5 +114,5 @@ def test_bytes_follow_the_bits() -> None:
     model = tiny_teacher("llama", head_dim=64)
     token = stored_bytes(model, 1, 16)
     assert stored_bytes(model, 640, 16) == 640 * token
-    own = (GROUP + SINKS) * token // 4 * 33 // 32 + 4 * 4  # with exponents, and a count per layer
+    own = (GROUP + SINKS) * token // 4 * 9 // 8 + 4 * 4  # with scales, and a count per layer
     assert stored_bytes(model, 640 + GROUP, 4) == 640 * token * 5 // 32 + own

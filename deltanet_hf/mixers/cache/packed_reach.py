@@ -8,9 +8,9 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.state import TensorShape
-from deltanet_kernels.packed_cache.layout import BLOCK, GROUP, SINKS
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, token_blocks
 
-NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "exponents", "count")
+NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "token_scales", "count")
 PACKED = NAMES[:4]  # those with a dimension of groups, the third
 
 
@@ -51,8 +51,8 @@ class PackedReach:
 
     def shapes(self, heads: int, size: int, tokens: int) -> dict[str, TensorShape]:
         """The tensors of one sequence after `tokens` tokens."""
-        groups, parts, blocks = self.groups(tokens), max(1, size // GROUP), max(1, size // BLOCK)
-        own = TensorShape((heads, SINKS + GROUP, size), torch.int8)
+        groups, parts, blocks = self.groups(tokens), max(1, size // GROUP), token_blocks(size)
+        own = TensorShape((heads, SINKS + GROUP, size), torch.uint8)
         return {
             "key_codes": TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8),
             "key_scales": TensorShape((heads, groups, 2, size), torch.bfloat16),
@@ -60,6 +60,6 @@ class PackedReach:
             "value_scales": TensorShape((heads, groups, 2, parts, GROUP), torch.bfloat16),
             "keys": own,
             "values": own,
-            "exponents": TensorShape((heads, SINKS + GROUP, 2 * blocks), torch.int8),
+            "token_scales": TensorShape((heads, SINKS + GROUP, 4 * blocks), torch.uint8),
             "count": TensorShape((), torch.int32),
         }

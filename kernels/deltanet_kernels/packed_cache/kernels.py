@@ -81,40 +81,51 @@ def _power(exponent):
 
 @triton.jit
 def _token_codes(x, R: tl.constexpr, D: tl.constexpr):
-    """x [R, D] float32 in 8 bits as `layout.token_tensors`: codes [R, D / 32, 32] in float32, exponents [R, D / 32]."""
+    """x [R, D] float32 in 8 bits as in `layout.PackedKeyValues`: codes [R, P, 16] and zeros [R, P] in float32, and
+    exponents [R, P], of P = D / 16 blocks."""
     x = tl.reshape(x, [R, D // BLOCK, BLOCK])
-    logarithm = (tl.max(tl.abs(x), axis=2).to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.maximum(logarithm - 6, LEAST_EXPONENT)
-    x = x * _power(-exponent)[:, :, None]
-    x = (x + 12582912.0) - 12582912.0  # to the nearest whole number, ties to even
-    return tl.minimum(tl.maximum(x, -127.0), 127.0), exponent
+    low, high = tl.minimum(tl.min(x, axis=2), 0.0), tl.maximum(tl.max(x, axis=2), 0.0)
+    logarithm = ((high - low).to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.maximum(logarithm - 7, LEAST_EXPONENT)
+    steps = _power(-exponent)
+    zero = tl.minimum(_nearest(-low * steps), 255.0)
+    codes = _nearest(x * steps[:, :, None]) + zero[:, :, None]
+    return tl.minimum(tl.maximum(codes, 0.0), 255.0), zero, exponent
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest whole number, ties to even, of numbers between -2^22 and 2^22."""
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def rounded_tokens(x, R: tl.constexpr, D: tl.constexpr):
     """x [R, D] float32 as `layout.rounded_tokens`."""
-    codes, exponent = _token_codes(x, R, D)
-    return tl.reshape(codes * _power(exponent)[:, :, None], [R, D])
+    codes, zero, exponent = _token_codes(x, R, D)
+    return tl.reshape((codes - zero[:, :, None]) * _power(exponent)[:, :, None], [R, D])
 
 
 @triton.jit
-def store_tokens(x, codes, exponents, place, mask, VALUES: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+def store_tokens(x, codes, scales, place, mask, VALUES: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
     """Put x [R, D] float32, keys or else VALUES, into the places [R] of one head."""
-    BLOCKS: tl.constexpr = D // BLOCK
-    d, block = tl.arange(0, D)[None, :], tl.arange(0, BLOCKS)[None, :]
-    x, exponent = _token_codes(x, R, D)
-    tl.store(codes + place[:, None] * D + d, tl.reshape(x, [R, D]).to(tl.int8), mask=mask[:, None])
-    at = place[:, None] * (2 * BLOCKS) + VALUES * BLOCKS + block
-    tl.store(exponents + at, exponent.to(tl.int8), mask=mask[:, None])
+    P: tl.constexpr = D // BLOCK
+    m = mask[:, None]
+    x, zero, exponent = _token_codes(x, R, D)
+    tl.store(codes + place[:, None] * D + tl.arange(0, D)[None, :], tl.reshape(x, [R, D]).to(tl.uint8), mask=m)
+    at = scales + place[:, None] * (4 * P) + VALUES * (2 * P) + tl.arange(0, P)[None, :]
+    tl.store(at, (exponent + 128).to(tl.uint8), mask=m)
+    tl.store(at + P, zero.to(tl.uint8), mask=m)
 
 
 @triton.jit
-def load_tokens(codes, exponents, place, d, mask, VALUES: tl.constexpr, D: tl.constexpr):
+def load_tokens(codes, scales, place, d, mask, VALUES: tl.constexpr, D: tl.constexpr):
     """Channels d of keys, or else of VALUES, in these places of one head, in float32; 0 without `mask`."""
-    BLOCKS: tl.constexpr = D // BLOCK
+    P: tl.constexpr = D // BLOCK
+    at = scales + place * (4 * P) + VALUES * (2 * P) + d // BLOCK
     x = tl.load(codes + place * D + d, mask=mask, other=0).to(tl.float32)
-    at = place * (2 * BLOCKS) + VALUES * BLOCKS + d // BLOCK
-    return x * _power(tl.load(exponents + at, mask=mask, other=0))
+    x -= tl.load(at + P, mask=mask, other=0).to(tl.float32)
+    return x * _power(tl.load(at, mask=mask, other=128).to(tl.int32) - 128)
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -161,10 +172,10 @@ def _is_seen(i, j, window, sinks, limit):
 
 @triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
 def packed_span_kernel(
-    q, key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, slots, pages, parts, weights,
-    factor, groups, span, spans, window, sinks, limit,
+    q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, slots, pages, parts,
+    weights, factor, groups, span, spans, window, sinks, limit,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, EXPONENTS_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TOKEN_SCALES_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -183,7 +194,7 @@ def packed_span_kernel(
         i = tl.where(slot > 0, tl.load(lengths + slot * LENGTHS_ROW) - 1, 0)
         keys += slot * KEYS_ROW - pair // HK * (HK * TOKENS * D)
         values += slot * VALUES_ROW - pair // HK * (HK * TOKENS * D)
-        exponents += slot * EXPONENTS_ROW - pair // HK * (HK * TOKENS * (2 * D // BLOCK))
+        token_scales += slot * TOKEN_SCALES_ROW - pair // HK * (HK * TOKENS * (4 * D // BLOCK))
     current = i // GROUP
     if pages is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if (c < spans - 1) & (c * span >= current):  # a table of pages is as wide as the longest sequence may become
@@ -204,14 +215,14 @@ def packed_span_kernel(
     if c == spans - 1:
         keys += pair * (TOKENS * D)
         values += pair * (TOKENS * D)
-        exponents += pair * (TOKENS * (2 * D // BLOCK))
+        token_scales += pair * (TOKENS * (4 * D // BLOCK))
         for start in range(0, TOKENS, 16):
             e = start + tl.arange(0, 16)
             j = tl.where(e < SINKS, e, current * GROUP + e - SINKS)
             seen = (j <= i) & (e < TOKENS) & (e >= tl.where(current > 0, 0, SINKS))
             m = seen[:, None]
-            k = load_tokens(keys, exponents, e[:, None], channel[None, :], m, False, D).to(q_MD.dtype)
-            v = load_tokens(values, exponents, e[:, None], d[None, :], m, True, D).to(q_MD.dtype)
+            k = load_tokens(keys, token_scales, e[:, None], channel[None, :], m, False, D).to(q_MD.dtype)
+            v = load_tokens(values, token_scales, e[:, None], d[None, :], m, True, D).to(q_MD.dtype)
             seen = seen & _is_seen(i, j, window, sinks, limit)
             s = tl.dot(q_MD, tl.trans(k), input_precision=PRECISION)
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
@@ -358,10 +369,10 @@ def pack_kernel(
 
 @triton.jit
 def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, slots, pages, q, k, v, cos, sin,
-    turned_q, groups, q_row, k_row, v_row,
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, slots, pages, q, k, v, cos,
+    sin, turned_q, groups, q_row, k_row, v_row,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, EXPONENTS_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TOKEN_SCALES_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
     ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
@@ -381,12 +392,12 @@ def append_kernel(
         number = tl.where(slot > 0, number, 0)
         keys += slot * KEYS_ROW - b * (HK * TOKENS * D)
         values += slot * VALUES_ROW - b * (HK * TOKENS * D)
-        exponents += slot * EXPONENTS_ROW - b * (HK * TOKENS * (2 * D // BLOCK))
+        token_scales += slot * TOKEN_SCALES_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
     d = tl.arange(0, D)
     m_d = d < D
     keys += pair * (TOKENS * D)
     values += pair * (TOKENS * D)
-    exponents += pair * (TOKENS * (2 * D // BLOCK))
+    token_scales += pair * (TOKENS * (4 * D // BLOCK))
     if (number > 0) & (number % GROUP == 0) & (groups > 0):
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
         kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, pair * groups + place
@@ -395,8 +406,8 @@ def append_kernel(
                 kc, ks, vc, vs, pages, b, h, place, PER_PAGE, PAGES_ROW, KC_ROW, KS_ROW, VC_ROW, VS_ROW
             )  # fmt: skip
         own, m = tl.arange(0, GROUP) + SINKS, tl.full([1, 1], True, tl.int1)
-        own_k = load_tokens(keys, exponents, own[:, None], d[None, :], m, False, D)
-        own_v = load_tokens(values, exponents, own[None, :], d[:, None], m, True, D)
+        own_k = load_tokens(keys, token_scales, own[:, None], d[None, :], m, False, D)
+        own_v = load_tokens(values, token_scales, own[None, :], d[:, None], m, True, D)
         pack_loaded(own_k, own_v, kc, ks, vc, vs, n, True, D, BITS)
         tl.debug_barrier()  # all of the group is read before its first place is written
     # Its place in its group, and among the first tokens.
@@ -405,8 +416,8 @@ def append_kernel(
     is_held = tl.where(is_first, number, 0) < SINKS
     new_k = turned(k + b * k_row + h * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
     new_v = tl.load(v + b * v_row + h * D + d).to(tl.float32)
-    store_tokens(tl.broadcast_to(new_k[None, :], [2, D]), keys, exponents, place, is_held, False, 2, D)
-    store_tokens(tl.broadcast_to(new_v[None, :], [2, D]), values, exponents, place, is_held, True, 2, D)
+    store_tokens(tl.broadcast_to(new_k[None, :], [2, D]), keys, token_scales, place, is_held, False, 2, D)
+    store_tokens(tl.broadcast_to(new_v[None, :], [2, D]), values, token_scales, place, is_held, True, 2, D)
     if R > 0:
         for g in range(HEADS):
             new_q = turned(q + b * q_row + (h * HEADS + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)

@@ -76,15 +76,25 @@ def _fake_attention(q, *rest):
 @operator(_fake_attention)
 def packed_attention_op(
     q: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor, keys: Tensor,
-    values: Tensor, exponents: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
+    values: Tensor, token_scales: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
-    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
+    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
     return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap)
 
 
-ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "EXPONENTS_ROW", "LENGTHS_ROW")
+ROWS = (
+    "PAGES_ROW",
+    "KC_ROW",
+    "KS_ROW",
+    "VC_ROW",
+    "VS_ROW",
+    "KEYS_ROW",
+    "VALUES_ROW",
+    "TOKEN_SCALES_ROW",
+    "LENGTHS_ROW",
+)
 
 
 def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:
@@ -142,16 +152,16 @@ def _fake_step(q, *_):
 
 @operator(
     _fake_step,
-    mutates=("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "exponents", "lengths"),
+    mutates=("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "token_scales", "lengths"),
 )
 def packed_step_op_(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, exponents: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
-    softcap: float | None, cos: Tensor | None, sin: Tensor | None, slots: Tensor | None = None,
+    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, window: int, sinks: int, limit: int,
+    scale: float, softcap: float | None, cos: Tensor | None, sin: Tensor | None, slots: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
-    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
+    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
     (B, _, HQ, D), HK = q.shape, keys.shape[1]
     turned = q.contiguous() if cos is None else q.new_empty(q.shape)
     (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
@@ -273,8 +283,8 @@ def _fake_pack_prompt(k, v, bits, groups, length, old=None, starts=None):
         B, places = len(old.lengths), (old.groups + cdiv(T, GROUP)) * GROUP
     if starts is not None:
         places = B * (old.groups + 1) * GROUP + T
-    sizes = (D, D, 2 * D // BLOCK)
-    tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.int8, device=k.device) for size in sizes)
+    sizes = (D, D, 4 * D // BLOCK)
+    tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.uint8, device=k.device) for size in sizes)
     lengths = torch.empty(B, dtype=torch.int32, device=k.device)
     seen = (k.new_empty(rows, places, HK, D) for _ in range(2))
     return *_groups(make, B, HK, groups, D, bits, k.device), *tokens, lengths, *seen
@@ -383,10 +393,10 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _fake_part(
-    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, groups, window, sinks,
-    limit, scale, softcap, cu_seqlens, longest,
+    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, groups, window,
+    sinks, limit, scale, softcap, cu_seqlens, longest,
 ):  # fmt: skip
-    old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
+    old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
     made = _fake_pack_prompt(k, v, old.bits, groups, None, old, cu_seqlens)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:8]
 
@@ -394,11 +404,11 @@ def _fake_part(
 @operator(_fake_part)
 def packed_part_op(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, exponents: Tensor, lengths: Tensor, groups: int, window: int, sinks: int, limit: int,
-    scale: float, softcap: float | None, cu_seqlens: Tensor | None, longest: int,
+    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, groups: int, window: int, sinks: int,
+    limit: int, scale: float, softcap: float | None, cu_seqlens: Tensor | None, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
-    held = (key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths)
+    held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
     old = PackedKeyValues(*(x.contiguous() for x in held))  # type: ignore[call-arg]
     rows = old, tokens_of(old, q.dtype), cu_seqlens, longest
     *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, *rows)

@@ -16,18 +16,18 @@ from deltanet_kernels.common.registration import cached
 
 GROUP = 32  # tokens of a key channel, and channels of a value, that share a scale
 SINKS = 4  # tokens at the start of a sequence that are not packed
-BLOCK = 32  # channels of a token that share an exponent
+BLOCK = 16  # channels of a token that share a scale
 PACKED_BITS = (8, 4)
 LEAST_SCALE = 1e-30  # of a group whose numbers are all alike
-LEAST_EXPONENT = -120  # of a block: its numbers are below 2^-113
+LEAST_EXPONENT = -120  # of the scale of a block: its numbers are below 2^-112
 
 
 class PackedKeyValues(NamedTuple):
     """The keys and values of sequences, and their lengths.
 
-    A token enters the cache in 8 bits: whole numbers from -127 to 127, and one exponent for 32 channels (MXINT8 of the
-    OCP Microscaling Formats specification, version 1.0). bfloat16 has such numbers exactly, and rounding them again
-    changes nothing.
+    A token enters the cache in 8 bits, as (code - zero) * 2^exponent with a zero and an exponent for 16 channels: those
+    with which codes from 0 to 255 reach from the lowest to the highest of these numbers and 0. bfloat16 has such
+    numbers exactly, and rounding them again changes nothing.
 
     With n tokens before it, the last token of a sequence is in the group n // 32. The tokens of that group are in
     `keys` and `values` from place 4 on; the groups before it are packed, group g in the place g % N of N. The first
@@ -43,9 +43,9 @@ class PackedKeyValues(NamedTuple):
     key_scales: Tensor  # [B, HK, N, 2, D] bfloat16: the scale and the lowest number of each channel
     value_codes: Tensor  # [B, HK, N, D, 32 * bits / 8] uint8
     value_scales: Tensor  # [B, HK, N, 2, D / 32, 32] bfloat16: of 32 channels and each token (D <= 32: of each token)
-    keys: Tensor  # [B, HK, 4 + 32, D] int8
-    values: Tensor  # [B, HK, 4 + 32, D] int8
-    exponents: Tensor  # [B, HK, 4 + 32, 2 D / 32] int8: of the key, then of the value (D <= 32: one each)
+    keys: Tensor  # [B, HK, 4 + 32, D] uint8
+    values: Tensor  # [B, HK, 4 + 32, D] uint8
+    token_scales: Tensor  # [B, HK, 4 + 32, 4 D / 16] uint8: 128 + exponents and zeros of keys, then of values
     lengths: Tensor  # [B] int32: tokens of the sequences
 
     @property
@@ -58,24 +58,33 @@ class PackedKeyValues(NamedTuple):
         return self.key_codes.shape[2]
 
 
+def token_blocks(D: int) -> int:
+    """Parts of a token's D channels that have a scale each: of 16 channels if D is a multiple of 16."""
+    return D // math.gcd(BLOCK, D)
+
+
 def _power(exponents: Tensor) -> Tensor:
     """2 to these powers, whole numbers from -126 to 127, in float32."""
     return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
 def _token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] in 8 bits as in `PackedKeyValues`: codes [..., D] and exponents [..., D / 32] int8."""
-    blocks = x.float().unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
-    logarithms = (blocks.abs().amax(-1).view(torch.int32) >> 23) - 127  # of 2, of the largest number, rounded down
-    exponents = (logarithms - 6).clamp_min(LEAST_EXPONENT)
-    codes = (blocks * _power(-exponents).unsqueeze(-1)).round().clamp(-127, 127)
-    return codes.flatten(-2).to(torch.int8), exponents.to(torch.int8)
+    """x [..., D] in 8 bits as in `PackedKeyValues`: codes [..., D], and exponents and zeros [..., 2 D / 16], uint8."""
+    blocks = x.float().unflatten(-1, (token_blocks(x.shape[-1]), -1))
+    low, high = blocks.amin(-1).clamp_max(0), blocks.amax(-1).clamp_min(0)
+    logarithms = ((high - low).view(torch.int32) >> 23) - 127  # to base 2, rounded down
+    exponents = (logarithms - 7).clamp_min(LEAST_EXPONENT)
+    steps = _power(-exponents)
+    zeros = (-low * steps).round().clamp_max(255)
+    codes = ((blocks * steps.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, 255)
+    return codes.flatten(-2).to(torch.uint8), torch.cat([exponents + 128, zeros], dim=-1).to(torch.uint8)
 
 
-def _restored_tokens(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+def _restored_tokens(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `_token_codes`."""
-    blocks = codes.float().unflatten(-1, (exponents.shape[-1], -1))
-    return (blocks * _power(exponents).unsqueeze(-1)).flatten(-2).to(dtype)
+    exponents, zeros = scales.chunk(2, dim=-1)
+    blocks = codes.float().unflatten(-1, (zeros.shape[-1], -1)) - zeros.float().unsqueeze(-1)
+    return (blocks * _power(exponents.int() - 128).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def rounded_tokens(x: Tensor) -> Tensor:
@@ -84,14 +93,14 @@ def rounded_tokens(x: Tensor) -> Tensor:
 
 
 def token_tensors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`keys`, `values` and `exponents` of a cache, of k and v [B, HK, T, D]."""
-    (keys, key_exponents), (values, value_exponents) = _token_codes(k), _token_codes(v)
-    return keys, values, torch.cat([key_exponents, value_exponents], dim=-1)
+    """`keys`, `values` and `token_scales` of a cache, of k and v [B, HK, T, D]."""
+    (keys, key_scales), (values, value_scales) = _token_codes(k), _token_codes(v)
+    return keys, values, torch.cat([key_scales, value_scales], dim=-1)
 
 
 def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of `token_tensors`: [B, HK, 36, D]."""
-    keys, values = cache.exponents.chunk(2, dim=-1)
+    keys, values = cache.token_scales.chunk(2, dim=-1)
     return _restored_tokens(cache.keys, keys, dtype), _restored_tokens(cache.values, values, dtype)
 
 

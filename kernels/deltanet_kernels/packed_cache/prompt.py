@@ -44,7 +44,7 @@ def first_place(b, begin, held):
 
 @triton.jit(do_not_specialize=["T", "groups", "held", "last"])
 def pack_prompt_kernel(
-    k, v, key_codes, key_scales, value_codes, value_scales, keys, values, exponents, lengths, seen_k, seen_v, length,
+    k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, seen_k, seen_v, length,
     old_key_codes, old_key_scales, old_value_codes, old_value_scales, old_keys, old_values, old_lengths, starts,
     T, groups, held, last, k_row, k_token, k_head, v_row, v_token, v_head,
     HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
@@ -88,14 +88,14 @@ def pack_prompt_kernel(
     if n == last:
         keys += pair * (TOKENS * D)
         values += pair * (TOKENS * D)
-        exponents += pair * (TOKENS * (2 * D // BLOCK))
+        token_scales += pair * (TOKENS * (4 * D // BLOCK))
         # The first SINKS rows are the first tokens, and 32 of the others the group of the last one.
         e = tl.arange(0, 2 * GROUP)
-        j = tl.where(e < SINKS, e, current * GROUP + e - SINKS)[:, None]
-        some_k = _tokens(k, old_keys, j, d[None, :], k_token, before, end, begun, D).to(tl.float32)
-        some_v = _tokens(v, old_values, j, d[None, :], v_token, before, end, begun, D).to(tl.float32)
-        store_tokens(some_k, keys, exponents, e, e < TOKENS, False, 2 * GROUP, D)
-        store_tokens(some_v, values, exponents, e, e < TOKENS, True, 2 * GROUP, D)
+        number = tl.where(e < SINKS, e, current * GROUP + e - SINKS)[:, None]
+        some_k = _tokens(k, old_keys, number, d[None, :], k_token, before, end, begun, D).to(tl.float32)
+        some_v = _tokens(v, old_values, number, d[None, :], v_token, before, end, begun, D).to(tl.float32)
+        store_tokens(some_k, keys, token_scales, e, e < TOKENS, False, 2 * GROUP, D)
+        store_tokens(some_v, values, token_scales, e, e < TOKENS, True, 2 * GROUP, D)
         tl.store(lengths + b, end)
     else:
         g = base + n
