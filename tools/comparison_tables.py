@@ -68,7 +68,8 @@ def changes(path: Path) -> str:
 
 
 def front(path: Path) -> str:
-    """The table that a YAML file describes; nothing while the results are not there.
+    """The table that a YAML file describes; nothing while the results are not there. ‡ marks rows of caches in which
+    the tokens that are not packed had 16 bits.
 
     Raises UserError if it names a run that the results do not have.
     """
@@ -80,8 +81,11 @@ def front(path: Path) -> str:
     def ahead(run: str, baseline: str | None) -> Ahead:
         return compared(load_items(results, run), load_items(results, baseline)) if baseline else {}
 
+    def label(entry: dict[str, str]) -> str:
+        return entry["label"] + " ‡" * (rows[entry["run"]].get("unpacked_bits") == 16)
+
     lines = [
-        Line(entry["label"], rows[entry["run"]], ahead(entry["run"], entry.get("baseline"))) for entry in layout["rows"]
+        Line(label(entry), rows[entry["run"]], ahead(entry["run"], entry.get("baseline"))) for entry in layout["rows"]
     ]
     return _table(layout, lines, _cell)
 
