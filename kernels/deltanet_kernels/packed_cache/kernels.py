@@ -119,13 +119,16 @@ def store_tokens(x, codes, scales, place, mask, VALUES: tl.constexpr, R: tl.cons
 
 
 @triton.jit
-def load_tokens(codes, scales, place, d, mask, VALUES: tl.constexpr, D: tl.constexpr):
-    """Channels d of keys, or else of VALUES, in these places of one head, in float32; 0 without `mask`."""
+def load_tokens(codes, scales, place, mask, VALUES: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    """Keys, or else VALUES, [R, D] float32 in the places [R] of one head; 0 without `mask`."""
     P: tl.constexpr = D // BLOCK
-    at = scales + place * (4 * P) + VALUES * (2 * P) + d // BLOCK
-    x = tl.load(codes + place * D + d, mask=mask, other=0).to(tl.float32)
-    x -= tl.load(at + P, mask=mask, other=0).to(tl.float32)
-    return x * _power(tl.load(at, mask=mask, other=128).to(tl.int32) - 128)
+    m = mask[:, None]
+    x = tl.load(codes + place[:, None] * D + tl.arange(0, D)[None, :], mask=m, other=0).to(tl.float32)
+    at = scales + place[:, None] * (4 * P) + VALUES * (2 * P) + tl.arange(0, P)[None, :]
+    exponent = tl.load(at, mask=m, other=128).to(tl.int32) - 128
+    zero = tl.load(at + P, mask=m, other=0).to(tl.float32)
+    x = tl.reshape(x, [R, P, BLOCK]) - zero[:, :, None]
+    return tl.reshape(x * _power(exponent)[:, :, None], [R, D])
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -211,8 +214,8 @@ def packed_span_kernel(
     # Column n of the products is channel, and row n of the keys token, ... of `_by_threads`.
     channel = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2
     token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2
-    q_MD = tl.load(q + at_q * D + channel[None, :], mask=m_q, other=0.0)
     if c == spans - 1:
+        q_MD = tl.load(q + at_q * D + d[None, :], mask=m_q, other=0.0)
         keys += pair * (TOKENS * D)
         values += pair * (TOKENS * D)
         token_scales += pair * (TOKENS * (4 * D // BLOCK))
@@ -220,14 +223,14 @@ def packed_span_kernel(
             e = start + tl.arange(0, 16)
             j = tl.where(e < SINKS, e, current * GROUP + e - SINKS)
             seen = (j <= i) & (e < TOKENS) & (e >= tl.where(current > 0, 0, SINKS))
-            m = seen[:, None]
-            k = load_tokens(keys, token_scales, e[:, None], channel[None, :], m, False, D).to(q_MD.dtype)
-            v = load_tokens(values, token_scales, e[:, None], d[None, :], m, True, D).to(q_MD.dtype)
+            k = load_tokens(keys, token_scales, e, seen, False, 16, D).to(q_MD.dtype)
+            v = load_tokens(values, token_scales, e, seen, True, 16, D).to(q_MD.dtype)
             seen = seen & _is_seen(i, j, window, sinks, limit)
             s = tl.dot(q_MD, tl.trans(k), input_precision=PRECISION)
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     else:
+        q_MD = tl.load(q + at_q * D + channel[None, :], mask=m_q, other=0.0)
         if pages is None:
             first = pair * groups
             key_codes += first * (GROUP * D * BITS // 8)
@@ -405,9 +408,9 @@ def append_kernel(
             kc, ks, vc, vs, n = _in_page(
                 kc, ks, vc, vs, pages, b, h, place, PER_PAGE, PAGES_ROW, KC_ROW, KS_ROW, VC_ROW, VS_ROW
             )  # fmt: skip
-        own, m = tl.arange(0, GROUP) + SINKS, tl.full([1, 1], True, tl.int1)
-        own_k = load_tokens(keys, token_scales, own[:, None], d[None, :], m, False, D)
-        own_v = load_tokens(values, token_scales, own[None, :], d[:, None], m, True, D)
+        own = tl.arange(0, GROUP) + SINKS
+        own_k = load_tokens(keys, token_scales, own, own > 0, False, GROUP, D)
+        own_v = tl.trans(load_tokens(values, token_scales, own, own > 0, True, GROUP, D))
         pack_loaded(own_k, own_v, kc, ks, vc, vs, n, True, D, BITS)
         tl.debug_barrier()  # all of the group is read before its first place is written
     # Its place in its group, and among the first tokens.
