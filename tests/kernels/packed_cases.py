@@ -13,7 +13,6 @@ from deltanet_kernels.packed_cache.layout import (
     quantised,
     restored,
     rounded_tokens,
-    token_tensors,
 )
 from tests.kernels.triton_mode import DEVICE
 
@@ -21,7 +20,7 @@ from tests.kernels.triton_mode import DEVICE
 def empty(like: Tensor, groups: int, bits: int) -> PackedKeyValues:
     B, HK, _, D = like.shape
     packed = packed_groups(*[like.new_zeros(B, HK, groups * GROUP, D)] * 2, bits)
-    own = token_tensors(*[like.new_zeros(B, HK, SINKS + GROUP, D)] * 2)
+    own = (torch.zeros(B, HK, SINKS + GROUP, size, dtype=torch.uint8, device=like.device) for size in (D, D, D // 4))
     return PackedKeyValues(*packed, *own, torch.zeros(B, dtype=torch.int32, device=like.device))
 
 

@@ -67,8 +67,8 @@ class PackedStepCall(NamedTuple):
     Args:
         q: the token's queries [B, 1, HQ, D].
         k, v: its key and value [B, 1, HK, D], not rounded.
-        cache: its tensors contiguous; N > 0 if any sequence goes beyond 32 tokens, and as
-            many as are to be seen. Sequences have fewer than 2**23 tokens.
+        cache: its tensors contiguous; N > 0 if any sequence goes beyond 32 tokens, and as many as are to be seen.
+            Sequences have fewer than 2**23 tokens.
         window, sinks, limit, scale, softcap: as for `packed_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D, as for `window_step_`. Keys are
             kept rotated.
@@ -185,9 +185,8 @@ class PackedPartCall(NamedTuple):
     Args:
         q: queries [B, T, HQ, D]; T >= 1.
         k, v: keys and values [B, T, HK, D] as `round_tokens` gives them.
-        cache: before the tokens, with as many groups as the first query sees; it stays as
-            it is. Sequences may have no tokens yet, and different numbers of them. Numbers of tokens are read on the
-            device.
+        cache: before the tokens, with as many groups as the first query sees; it stays as it is. Sequences may have no
+            tokens yet, and different numbers of them. Numbers of tokens are read on the device.
         groups: N of the cache after the tokens.
         window, sinks, limit, scale, softcap: as for `packed_attention`.
         cu_seqlens: boundaries [B + 1] of the tokens of B sequences in q, k and v, which then have one row.

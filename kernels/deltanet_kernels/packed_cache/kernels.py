@@ -114,7 +114,7 @@ def store_tokens(x, codes, scales, place, mask, VALUES: tl.constexpr, R: tl.cons
     x, zero, exponent = _token_codes(x, R, D)
     tl.store(codes + place[:, None] * D + tl.arange(0, D)[None, :], tl.reshape(x, [R, D]).to(tl.uint8), mask=m)
     at = scales + place[:, None] * (4 * P) + VALUES * (2 * P) + tl.arange(0, P)[None, :]
-    tl.store(at, (exponent + 128).to(tl.uint8), mask=m)
+    tl.store(at, (exponent - LEAST_EXPONENT).to(tl.uint8), mask=m)
     tl.store(at + P, zero.to(tl.uint8), mask=m)
 
 
@@ -125,7 +125,7 @@ def load_tokens(codes, scales, place, mask, VALUES: tl.constexpr, R: tl.constexp
     m = mask[:, None]
     x = tl.load(codes + place[:, None] * D + tl.arange(0, D)[None, :], mask=m, other=0).to(tl.float32)
     at = scales + place[:, None] * (4 * P) + VALUES * (2 * P) + tl.arange(0, P)[None, :]
-    exponent = tl.load(at, mask=m, other=128).to(tl.int32) - 128
+    exponent = tl.load(at, mask=m, other=0).to(tl.int32) + LEAST_EXPONENT
     zero = tl.load(at + P, mask=m, other=0).to(tl.float32)
     x = tl.reshape(x, [R, P, BLOCK]) - zero[:, :, None]
     return tl.reshape(x * _power(exponent)[:, :, None], [R, D])

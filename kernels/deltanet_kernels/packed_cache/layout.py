@@ -19,7 +19,7 @@ SINKS = 4  # tokens at the start of a sequence that are not packed
 BLOCK = 16  # channels of a token that share a scale
 PACKED_BITS = (8, 4)
 LEAST_SCALE = 1e-30  # of a group whose numbers are all alike
-LEAST_EXPONENT = -120  # of the scale of a block: its numbers are below 2^-112
+LEAST_EXPONENT = -120  # of a block; kept as 0, so that zero bytes are the number 0
 
 
 class PackedKeyValues(NamedTuple):
@@ -45,7 +45,7 @@ class PackedKeyValues(NamedTuple):
     value_scales: Tensor  # [B, HK, N, 2, D / 32, 32] bfloat16: of 32 channels and each token (D <= 32: of each token)
     keys: Tensor  # [B, HK, 4 + 32, D] uint8
     values: Tensor  # [B, HK, 4 + 32, D] uint8
-    token_scales: Tensor  # [B, HK, 4 + 32, 4 D / 16] uint8: 128 + exponents and zeros of keys, then of values
+    token_scales: Tensor  # [B, HK, 4 + 32, 4 D / 16] uint8: 120 + exponents and zeros of keys, then of values
     lengths: Tensor  # [B] int32: tokens of the sequences
 
     @property
@@ -77,14 +77,14 @@ def _token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     steps = _power(-exponents)
     zeros = (-low * steps).round().clamp_max(255)
     codes = ((blocks * steps.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, 255)
-    return codes.flatten(-2).to(torch.uint8), torch.cat([exponents + 128, zeros], dim=-1).to(torch.uint8)
+    return codes.flatten(-2).to(torch.uint8), torch.cat([exponents - LEAST_EXPONENT, zeros], dim=-1).to(torch.uint8)
 
 
 def _restored_tokens(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `_token_codes`."""
     exponents, zeros = scales.chunk(2, dim=-1)
     blocks = codes.float().unflatten(-1, (zeros.shape[-1], -1)) - zeros.float().unsqueeze(-1)
-    return (blocks * _power(exponents.int() - 128).unsqueeze(-1)).flatten(-2).to(dtype)
+    return (blocks * _power(exponents.int() + LEAST_EXPONENT).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def rounded_tokens(x: Tensor) -> Tensor:
