@@ -68,40 +68,41 @@ def _power(exponents: Tensor) -> Tensor:
     return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
-def _token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] in 8 bits as in `PackedKeyValues`: codes [..., D], and exponents and zeros [..., 2 D / 16], uint8."""
-    blocks = x.float().unflatten(-1, (token_blocks(x.shape[-1]), -1))
-    low, high = blocks.amin(-1).clamp_max(0), blocks.amax(-1).clamp_min(0)
-    logarithms = ((high - low).view(torch.int32) >> 23) - 127  # to base 2, rounded down
-    exponents = (logarithms - 7).clamp_min(LEAST_EXPONENT)
+def _token_codes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., D] in 8 bits as in `PackedKeyValues`, P = D / 16: codes [..., P, 16] and zeros [..., P] in float32, and
+    exponents [..., P]. No gradients."""
+    blocks = x.detach().float().unflatten(-1, (token_blocks(x.shape[-1]), -1))
+    low, high = blocks.amin(-1).clamp_max_(0), blocks.amax(-1).clamp_min_(0)
+    logarithms = ((high - low).view(torch.int32) >> 23).sub_(127)  # to base 2, rounded down
+    exponents = logarithms.sub_(7).clamp_min_(LEAST_EXPONENT)
     steps = _power(-exponents)
-    zeros = (-low * steps).round().clamp_max(255)
-    codes = ((blocks * steps.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, 255)
-    return codes.flatten(-2).to(torch.uint8), torch.cat([exponents - LEAST_EXPONENT, zeros], dim=-1).to(torch.uint8)
-
-
-def _restored_tokens(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_token_codes`."""
-    exponents, zeros = scales.chunk(2, dim=-1)
-    blocks = codes.float().unflatten(-1, (zeros.shape[-1], -1)) - zeros.float().unsqueeze(-1)
-    return (blocks * _power(exponents.int() + LEAST_EXPONENT).unsqueeze(-1)).flatten(-2).to(dtype)
+    zeros = low.mul_(steps).neg_().round_().clamp_max_(255)
+    codes = (blocks * steps.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, 255)
+    return codes, zeros, exponents
 
 
 def rounded_tokens(x: Tensor) -> Tensor:
-    """The keys or values x [..., D] as a cache takes them in."""
-    return _restored_tokens(*_token_codes(x), x.dtype)
+    """The keys or values x [..., D] as a cache takes them in. No gradients."""
+    codes, zeros, exponents = _token_codes(x)
+    return codes.sub_(zeros.unsqueeze(-1)).mul_(_power(exponents).unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
 def token_tensors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`keys`, `values` and `token_scales` of a cache, of k and v [B, HK, T, D]."""
-    (keys, key_scales), (values, value_scales) = _token_codes(k), _token_codes(v)
-    return keys, values, torch.cat([key_scales, value_scales], dim=-1)
+    codes, zeros, exponents = _token_codes(torch.stack([k, v], dim=3))
+    keys, values = codes.flatten(-2).to(torch.uint8).unbind(3)
+    return keys, values, torch.cat([exponents.float() - LEAST_EXPONENT, zeros], dim=-1).to(torch.uint8).flatten(3)
 
 
 def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of `token_tensors`: [B, HK, 36, D]."""
-    keys, values = cache.token_scales.chunk(2, dim=-1)
-    return _restored_tokens(cache.keys, keys, dtype), _restored_tokens(cache.values, values, dtype)
+    exponents, zeros = cache.token_scales.unflatten(3, (2, 2, -1, 1)).unbind(4)  # each [B, HK, 36, 2, P, 1]
+    steps, zeros = _power(exponents.int() + LEAST_EXPONENT), zeros.float()
+    keys, values = (
+        (codes.unflatten(3, (zeros.shape[4], -1)) - zeros[:, :, :, n]).mul_(steps[:, :, :, n]).flatten(3).to(dtype)
+        for n, codes in enumerate((cache.keys, cache.values))
+    )
+    return keys, values
 
 
 def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
