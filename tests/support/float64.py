@@ -20,6 +20,8 @@ class Float64(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
+        if func is torch.Tensor.view:  # reads the bits of a tensor as another dtype
+            return func(*args, **(kwargs or {}))
         given = {name: _wide(value) for name, value in (kwargs or {}).items()}
         return func(*(_wide(value) for value in args), **given)
 

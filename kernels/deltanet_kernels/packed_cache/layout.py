@@ -73,8 +73,8 @@ def _token_codes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     exponents [..., P]. No gradients."""
     blocks = x.detach().float().unflatten(-1, (token_blocks(x.shape[-1]), -1))
     low, high = blocks.amin(-1).clamp_max_(0), blocks.amax(-1).clamp_min_(0)
-    logarithms = ((high - low).view(torch.int32) >> 23).sub_(127)  # to base 2, rounded down
-    exponents = logarithms.sub_(7).clamp_min_(LEAST_EXPONENT)
+    ranges = (high - low).clamp_min_(2.0 ** (LEAST_EXPONENT + 7))
+    exponents = torch.frexp(ranges).exponent - 8  # a significand is between 1/2 and 1
     steps = _power(-exponents)
     zeros = low.mul_(steps).neg_().round_().clamp_max_(255)
     codes = (blocks * steps.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, 255)
@@ -89,9 +89,9 @@ def rounded_tokens(x: Tensor) -> Tensor:
 
 def token_tensors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`keys`, `values` and `token_scales` of a cache, of k and v [B, HK, T, D]."""
-    codes, zeros, exponents = _token_codes(torch.stack([k, v], dim=3))
-    keys, values = codes.flatten(-2).to(torch.uint8).unbind(3)
-    return keys, values, torch.cat([exponents.float() - LEAST_EXPONENT, zeros], dim=-1).to(torch.uint8).flatten(3)
+    (keys, *key_scales), (values, *value_scales) = _token_codes(k), _token_codes(v)
+    scales = [x for zeros, exponents in (key_scales, value_scales) for x in (exponents - LEAST_EXPONENT, zeros)]
+    return keys.flatten(3).to(torch.uint8), values.flatten(3).to(torch.uint8), torch.cat(scales, dim=3).to(torch.uint8)
 
 
 def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
