@@ -70,7 +70,7 @@ def test_packed_numbers_are_those_of_fake_quantisation(bits: int, dtype: torch.d
     held = PackedTokens(PackedReach(bits, None), {}, None)
     held.attend(k, k, v, 0.2, None)
     cache = PackedKeyValues(*(held.state[name] for name in NAMES))  # type: ignore[call-arg]
-    keys, values = (x.transpose(1, 2) for x in unpacked(cache[:4], bits, dtype))
+    keys, values = (x.transpose(1, 2) for x in unpacked(cache[:4], dtype))
     k, v = rounded_tokens(k), rounded_tokens(v)
     by_channel = k[:, :96].unflatten(1, (-1, GROUP)).transpose(2, -1)
     assert torch.equal(keys, fake_quantised(by_channel, bits).transpose(2, -1).flatten(1, 2))

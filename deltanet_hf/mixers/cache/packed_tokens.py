@@ -124,9 +124,9 @@ class PackedTokens:
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """`attend` of whole sequences without padding."""
         kept, length = self.kept, q.shape[1]
-        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
         packed = None
         if self._keep_state:
+            k, v = round_tokens.unchecked(RoundTokensCall(k, v))
             call = PackPromptCall(k.detach(), v.detach(), kept.bits, kept.groups(length), self._prompt_length)
             cache, *packed = pack_prompt.unchecked(call)
             self.state = dict(zip(NAMES, cache, strict=True))

@@ -40,7 +40,6 @@ class ArrangedTokens:
     count: Tensor  # [B] tokens after the call
     tokens: tuple[Tensor, Tensor]  # keys and values [B, HK, L, D] of the last groups, not packed
     packed: tuple[Tensor, ...]  # the first four tensors of `PackedKeyValues` for all L / 32 groups
-    bits: int  # of these
     sinks: tuple[Tensor, Tensor]  # [B, HK, 4, D]
 
     @classmethod
@@ -73,7 +72,7 @@ class ArrangedTokens:
                 _choose(is_old, _taken(x, absolute % held), new) for x, new in zip(old[:4], packed, strict=True)
             )
         count = before + (numbers >= 0).sum(1)
-        return cls(numbers, base, count, (tokens[0], tokens[1]), packed, old.bits, (sinks[0], sinks[1]))
+        return cls(numbers, base, count, (tokens[0], tokens[1]), packed, (sinks[0], sinks[1]))
 
     def state(self, groups: int) -> PackedKeyValues:
         """The cache of `groups` groups after the call."""
@@ -93,7 +92,7 @@ class ArrangedTokens:
         """The attention of q [B, T, HQ, D], see `PackedPartCall`; a mask says which form of which token it sees."""
         wide = torch.promote_types(q.dtype, torch.float32)
         tokens = self.tokens
-        restored = unpacked(self.packed, self.bits, tokens[0].dtype)
+        restored = unpacked(self.packed, tokens[0].dtype)
         length, base = tokens[0].shape[2], self.base[:, None] * GROUP
         token = base + torch.arange(length, device=q.device)
         first = torch.arange(SINKS, device=q.device).expand(len(q), -1)

@@ -178,7 +178,7 @@ def packed_span_kernel(
     q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, slots, pages, parts,
     weights, factor, groups, span, spans, window, sinks, limit,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TOKEN_SCALES_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -197,7 +197,7 @@ def packed_span_kernel(
         i = tl.where(slot > 0, tl.load(lengths + slot * LENGTHS_ROW) - 1, 0)
         keys += slot * KEYS_ROW - pair // HK * (HK * TOKENS * D)
         values += slot * VALUES_ROW - pair // HK * (HK * TOKENS * D)
-        token_scales += slot * TOKEN_SCALES_ROW - pair // HK * (HK * TOKENS * (4 * D // BLOCK))
+        token_scales += slot * TS_ROW - pair // HK * (HK * TOKENS * (4 * D // BLOCK))
     current = i // GROUP
     if pages is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if (c < spans - 1) & (c * span >= current):  # a table of pages is as wide as the longest sequence may become
@@ -268,8 +268,7 @@ def _quantise(x, low, high, BITS: tl.constexpr):
     divisor = tl.maximum(scale.to(tl.float32), LEAST_SCALE)
     steps = tl.div_rn(x - low.to(tl.float32), tl.broadcast_to(divisor, x.shape))
     codes = tl.minimum(tl.maximum(steps, 0.0), 2.0**BITS - 1)
-    codes = (codes + 8388608.0) - 8388608.0  # to the nearest whole number, ties to even
-    return codes.to(tl.int32), scale, low
+    return _nearest(codes).to(tl.int32), scale, low
 
 
 @triton.jit
@@ -375,7 +374,7 @@ def append_kernel(
     key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, slots, pages, q, k, v, cos,
     sin, turned_q, groups, q_row, k_row, v_row,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TOKEN_SCALES_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
     ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
@@ -395,7 +394,7 @@ def append_kernel(
         number = tl.where(slot > 0, number, 0)
         keys += slot * KEYS_ROW - b * (HK * TOKENS * D)
         values += slot * VALUES_ROW - b * (HK * TOKENS * D)
-        token_scales += slot * TOKEN_SCALES_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
+        token_scales += slot * TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
     d = tl.arange(0, D)
     m_d = d < D
     keys += pair * (TOKENS * D)

@@ -84,17 +84,7 @@ def packed_attention_op(
     return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap)
 
 
-ROWS = (
-    "PAGES_ROW",
-    "KC_ROW",
-    "KS_ROW",
-    "VC_ROW",
-    "VS_ROW",
-    "KEYS_ROW",
-    "VALUES_ROW",
-    "TOKEN_SCALES_ROW",
-    "LENGTHS_ROW",
-)
+ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "TS_ROW", "LENGTHS_ROW")
 
 
 def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:

@@ -169,9 +169,10 @@ def packed_groups(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tens
     return packed[0].contiguous(), packed[1].contiguous(), packed[2].contiguous(), packed[3].contiguous()
 
 
-def unpacked(groups: Sequence[Tensor], bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpacked(groups: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values [B, HK, N * 32, D] of `packed_groups`."""
     key_codes, key_scales, value_codes, value_scales = groups
+    bits = 8 * key_codes.shape[-1] // key_scales.shape[-1]
     scale, low = key_scales.split(1, dim=3)
     keys = restored(_codes(key_codes, bits), scale, low, dtype)
     codes = _codes(value_codes, bits).mT.unflatten(-1, (value_scales.shape[4], -1))

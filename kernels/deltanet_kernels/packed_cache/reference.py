@@ -113,7 +113,7 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     tokens = token_tensors(keys, values)
     seen = [
         torch.cat([x[:, :, : min(SINKS, N * GROUP)], restored[:, :, SINKS:]], dim=2).transpose(1, 2)
-        for x, restored in zip((k, v), unpacked(packed, call.bits, k.dtype), strict=True)
+        for x, restored in zip((k, v), unpacked(packed, k.dtype), strict=True)
     ]
     groups = N if call.groups is None else call.groups
     if groups > N:
