@@ -26,7 +26,7 @@ from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.spending import SHORTEST, Spending
 from deltanet_convert.select.units import Candidates
-from deltanet_convert.select.window_shares import cheapest, window_shares
+from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
@@ -128,7 +128,7 @@ def test_units_are_heads_where_heads_part(far: Path, tmp_path: Path) -> None:
     assert tiny_task(far, BUDGET, unit="layer").options.unit == "layer"
     assert tiny_task(far, "1").options.unit == "layer"
     assert tiny_task(far, BUDGET, mixer="retention").options.unit == "layer"
-    assert tiny_task(far, "15%@2k", method="uniform").options.unit == "layer"
+    assert tiny_task(far, "14%@2k", method="uniform").options.unit == "layer"
     olmo = teacher_folder(tmp_path / "olmo", "olmo2")
     assert tiny_task(olmo, "14%@2k").options.unit == "layer"
 
@@ -204,7 +204,7 @@ def test_finished_allocations_are_not_repeated(far: Path, tmp_path: Path, method
 
 def test_the_command_prints_what_heads_get(far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {key: value for key, value in QUICK.items() if key != "sinks"}
-    select_command(str(far), out=tmp_path / "s.json", keep="16%@512", **given)
+    select_command(str(far), out=tmp_path / "s.json", keep="14%@512", **given)
     printed = " ".join(capsys.readouterr().out.split())
     windows = read_selection(tmp_path / "s.json").planned_windows
     assert windows is not None
@@ -257,11 +257,11 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
     def text_kl(windows: Sequence[int]) -> float:
         return 1 / windows[FAR_LAYER]
 
-    shares = window_shares(task.spending, (), alike, text_kl(alike), text_kl, lambda share: None)
+    shares = window_shares(task.spending, (), alike, PASSES[0], text_kl(alike), text_kl, lambda share: None)
     windows = task.spending.windows((), shares)
     assert windows is not None
     assert windows[FAR_LAYER] > max(alike) > min(windows)
     kept = tuple((FAR_LAYER, head) for head in range(2))  # whose window is nobody's
-    shares = window_shares(task.spending, kept, alike, text_kl(alike), text_kl, lambda share: None)
+    shares = window_shares(task.spending, kept, alike, PASSES[0], text_kl(alike), text_kl, lambda share: None)
     assert shares[FAR_LAYER] == 1.0
     assert task.spending.sizes.total((), windows) <= task.spending.allowed

@@ -42,9 +42,9 @@ def definition(
     rounded_k, rounded_v = k.clone(), v.clone()
     for start in range(0, own, GROUP):
         at = slice(start, start + GROUP)
-        rounded_k[:, :, at] = restored(*quantised(k[:, :, at].mT, bits), dtype).mT
+        rounded_k[:, :, at] = restored(*quantised(k[:, :, at].mT, bits), bits, dtype).mT
         parts = v[:, :, at].unflatten(-1, (-1, min(GROUP, v.shape[-1])))
-        rounded_v[:, :, at] = restored(*quantised(parts, bits), dtype).flatten(-2)
+        rounded_v[:, :, at] = restored(*quantised(parts, bits), bits, dtype).flatten(-2)
     rounded_k[:, :, :SINKS], rounded_v[:, :, :SINKS] = k[:, :, :SINKS], v[:, :, :SINKS]
     j = torch.arange(length, device=k.device)
     i = j[-last:, None]

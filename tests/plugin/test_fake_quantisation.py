@@ -23,11 +23,21 @@ def in_8_bits(x: Tensor) -> Tensor:
 
 
 def on_even_steps(x: Tensor, dim: int, bits: int) -> Tensor:
-    """2^bits steps from the lowest to the highest number, chosen in float32, because halves of steps are frequent."""
-    low, steps = x.amin(dim, keepdim=True).bfloat16(), torch.tensor(2**bits - 1)
-    scale = ((x.amax(dim, keepdim=True).float() - low.float()) / steps).bfloat16()
-    codes = ((x.float() - low.float()) / scale.float()).round().clamp(0, 2**bits - 1)
-    return low.double() + codes.double() * scale.double()
+    """2^bits steps of 2h from (z unit - most) h on, z the whole number whose multiple of h is next to the middle.
+
+    h is a 32nd of its power of two, the nearest to what the range and the middle take. All is chosen in float32,
+    because halves are frequent.
+    """
+    unit = max(1, 2**bits // 16)
+    most = 2**bits - unit
+    low, high = x.amin(dim, keepdim=True).float(), x.amax(dim, keepdim=True).float()
+    h = torch.maximum((high - low) * (0.5 / most), (low + high).abs() * (0.5 / (63 * unit)))
+    power = 2 ** h.log2().floor()
+    h = (h / power * 32 + 0.5).floor() / 32 * power
+    z = ((low + high) / 2 / unit / h).round().clamp(-64, 63)
+    least = ((z * unit - most) * h).bfloat16().float()
+    codes = ((x.float() - least) / (2 * h)).round().clamp(0, 2**bits - 1)
+    return least.double() + codes.double() * 2 * h.double()
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, bits: int, cap: float | None) -> Tensor:
@@ -92,7 +102,7 @@ def test_every_kind_of_attention_takes_the_setting() -> None:
         before = model(ids, use_cache=False).logits
         rounded = set_cache_bits(model, 4)(ids, use_cache=False).logits
         change = (rounded - before).abs()  # of tokens that see the first group alone, in 8 bits, less than of others
-        assert 1e-5 < change[:, :GROUP].max() < 0.2 * change[:, GROUP:].max()
+        assert 1e-5 < change[:, :GROUP].mean() < 0.3 * change[:, GROUP:].mean()
         assert torch.equal(set_cache_bits(model, 16)(ids, use_cache=False).logits, before)
     with pytest.raises(UserError, match="cache bits"):
         set_cache_bits(model, 5)
@@ -115,4 +125,4 @@ def test_bytes_follow_the_bits() -> None:
     token = stored_bytes(model, 1, 16)
     assert stored_bytes(model, 640, 16) == 640 * token
     own = (GROUP + SINKS) * token // 4 * 9 // 8 + 4 * 4  # with scales, and a count per layer
-    assert stored_bytes(model, 640 + GROUP, 4) == 640 * token * 5 // 32 + own
+    assert stored_bytes(model, 640 + GROUP, 4) == 640 * token * 9 // 64 + own

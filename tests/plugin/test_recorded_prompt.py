@@ -85,8 +85,7 @@ def test_as_by_separate_launches(name: str, recorder: Recorder) -> None:
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == length
         for (label, one), (other_label, other) in zip(*map(cache_tensors, caches), strict=True):
             assert label == other_label
-            bits = 7 if one.dtype == torch.bfloat16 else 13  # the scales of packed groups are bfloat16
-            torch.testing.assert_close(one, other, rtol=0 if exact else 2**-bits, atol=0 if exact else 1e-4)
+            torch.testing.assert_close(one, other, rtol=0 if exact else 2**-13, atol=0 if exact else 1e-4)
             assert one.is_contiguous()
         goes_on = [model(prompt(3), past_key_values=cache).logits for cache in caches]
         torch.testing.assert_close(*goes_on, rtol=1e-3, atol=1e-3)

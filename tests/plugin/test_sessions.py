@@ -177,7 +177,7 @@ def test_packed_numbers_in_the_order_of_earlier_files(length: int, tmp_path: Pat
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache, use_cache=True)
     state = cache.layers[2].state
-    state["value_scales"] = state["value_scales"].permute(0, 1, 2, 5, 3, 4).contiguous()
+    state["value_scales"] = state["value_scales"].mT.contiguous()
     save_session(tmp_path / "s", model, cache, ids, torch.ones_like(ids))
     with pytest.raises(UserError, match=r"layers\.2\.value_scales is"):
         load_session(tmp_path / "s", model)

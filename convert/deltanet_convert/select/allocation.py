@@ -5,7 +5,7 @@ longest window that fits; about ten such allocations are measured, from windows 
 holds, as models with keys and values in the bits of the cache, on texts of the length of the budget. The cost of an
 allocation is the sum of its KL divergence and its score, each divided by that of windows alone; the cheapest is the
 best. After two in a row that are worse than the best, no more are tried. Then the windows of the best are shared anew
-among the layers (`window_shares.py`), and the cheaper of the two is taken.
+among the layers (`window_shares.py`), twice, and the cheapest of all is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .scoring import Score, Scorer
 from .switchable import SwitchableModel
 from .task import SelectionTask
 from .units import Candidates, Unit, whole_heads
-from .window_shares import window_shares
+from .window_shares import PASSES, window_shares
 
 PATIENCE = 2  # allocations in a row that are worse than the best, after which none is tried
 POSITIONS = 2048  # last tokens of a text that the KL divergence is taken on, at most
@@ -107,29 +107,32 @@ def allocations(
     """
     assert task.spending is not None
     spending, found = task.spending, list(done)
-    if any(len(set(allocation.windows)) > 1 for allocation in found):
+    alike = [1.0] * task.teacher.num_layers
+    passed = sum(len(set(allocation.windows)) > 1 for allocation in found)
+    if passed == len(PASSES):
         return found
     measure = _Measure(task, model, scorer, spending.length, spending.sizes.bits)
-    alike = [1.0] * task.teacher.num_layers
 
     def add(kept: list[Unit], windows: tuple[int, ...]) -> None:
         found.append(Allocation(len(kept), windows, spending.sizes.total(kept, windows), *measure(kept, windows)))
         record(found[-1])
 
     for count in spending.counts()[len(found) :]:
-        if is_done(found):
+        if passed or is_done(found):
             break
         kept = most_important(count)
         windows = spending.windows(kept, alike)
         if windows is None:
             break
         add(kept, windows)
-    best = best_of(found)
-    kept = most_important(best.kept)
-    shares = window_shares(spending, kept, best.windows, best.kl, partial(measure.text_kl, kept), scorer.tick)
-    shared = spending.windows(kept, shares)
-    if shared is not None and shared != best.windows:
-        add(kept, shared)
+    for shares in PASSES[passed:]:
+        best = best_of(found)
+        kept, before = most_important(best.kept), best.windows
+        chosen = window_shares(spending, kept, before, shares, best.kl, partial(measure.text_kl, kept), scorer.tick)
+        ratios = [share * window / min(before) for share, window in zip(chosen, before, strict=True)]
+        shared = spending.windows(kept, ratios)
+        if shared is not None and shared != before:
+            add(kept, shared)
     return found
 
 

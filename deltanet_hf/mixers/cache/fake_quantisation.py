@@ -25,7 +25,7 @@ from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, quan
 
 def fake_quantised(x: Tensor, bits: int) -> Tensor:
     """The numbers x [..., G] as `packed_cache.layout` stores and restores them in `bits` bits."""
-    return restored(*quantised(x, bits), x.dtype)
+    return restored(*quantised(x, bits), bits, x.dtype)
 
 
 def quantised_attention(

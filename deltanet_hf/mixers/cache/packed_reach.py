@@ -55,9 +55,9 @@ class PackedReach:
         own = TensorShape((heads, SINKS + GROUP, size), torch.uint8)
         return {
             "key_codes": TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8),
-            "key_scales": TensorShape((heads, groups, 2, size), torch.bfloat16),
+            "key_scales": TensorShape((heads, groups, size), torch.int16),
             "value_codes": TensorShape((heads, groups, size, GROUP * self.bits // 8), torch.uint8),
-            "value_scales": TensorShape((heads, groups, 2, parts, GROUP), torch.bfloat16),
+            "value_scales": TensorShape((heads, groups, parts, GROUP), torch.int16),
             "keys": own,
             "values": own,
             "token_scales": TensorShape((heads, SINKS + GROUP, 4 * blocks), torch.uint8),

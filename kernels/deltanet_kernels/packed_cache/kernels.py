@@ -18,7 +18,7 @@ from deltanet_kernels.window.step import take_ticket, turned
 GROUP = tl.constexpr(layout.GROUP)
 SINKS = tl.constexpr(layout.SINKS)
 TOKENS = tl.constexpr(layout.SINKS + layout.GROUP)  # of a head that are not packed
-LEAST_SCALE = tl.constexpr(layout.LEAST_SCALE)
+LEAST_HALF_STEP = tl.constexpr(layout.LEAST_HALF_STEP)
 BLOCK = tl.constexpr(layout.BLOCK)
 LEAST_EXPONENT = tl.constexpr(layout.LEAST_EXPONENT)
 
@@ -30,9 +30,54 @@ def _by_threads(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _scales(at, B: tl.constexpr, N: tl.constexpr):
-    """Pairs of bfloat16 [B * 32, N] in the order of `_by_threads`, of pairs [B, N] of blocks of 32 rows."""
-    x = _by_threads(tl.load(at + tl.arange(0, B)[:, None] * N + tl.arange(0, N)[None, :]), B, N)
+def _half_step(word):
+    """h in float32 of words as in `layout.PackedKeyValues`, of which only the lowest 16 bits are read."""
+    h = (((word.to(tl.int32) >> 7) & 511) << 18) + ((127 + LEAST_HALF_STEP) << 23)
+    return h.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_and_low(word, BITS: tl.constexpr):
+    """The scale and the lowest number float32 of words as in `layout.PackedKeyValues`."""
+    UNIT: tl.constexpr = 2 ** (BITS - 4)
+    h = _half_step(word)
+    low = ((word.to(tl.int32) & 127) - 64) * UNIT - (2**BITS - UNIT)
+    return h * 2, (h * low.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _pairs_of_scales(words, BITS: tl.constexpr, PAIRS: tl.constexpr):
+    """The scales and the lowest numbers, pairs of bfloat16, of pairs of words; of 4 bits if PAIRS."""
+    if PAIRS:  # h by its bits; 128 + 64 + z, less 64 + 128 + 15, times h; h * 2 by another bit of the exponent
+        h = ((words >> 5) & 0x07FC07FC) + ((127 + LEAST_HALF_STEP) * 0x00800080)
+        low = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 n, one, least, none;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 least, 0xC34FC34F;
+            mov.b32 none, 0x80008000;
+            lop3.b32 n, $1, 0x007F007F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 n, n, one, least;
+            fma.rn.bf16x2 $0, n, $2, none;
+            }""",
+            "=r,r,r", [words, h], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return h + 0x00800080, low
+    first, first_low = _scale_and_low(words, BITS)
+    second, second_low = _scale_and_low(words >> 16, BITS)
+    return _pair(first, second), _pair(first_low, second_low)
+
+
+@triton.jit
+def _pair(first, second):
+    """Two numbers that bfloat16 has exactly in one word, the first in its lower half."""
+    first, second = first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True)
+    return ((first >> 16) & 0xFFFF) | (second & -65536)
+
+
+@triton.jit
+def _by_rows(x, B: tl.constexpr, N: tl.constexpr):
+    """x [B, N] of blocks of 32 rows for each row: [B * 32, N]."""
     return tl.reshape(tl.broadcast_to(x[:, None, :], [B, GROUP, N]), [B * GROUP, N])
 
 
@@ -43,13 +88,15 @@ def _restored(
     """The numbers [C, R] of `rows` [R] at `codes` and `scales`, pairs of them in the order of `_by_threads`."""
     W: tl.constexpr = C * BITS // 32
     B: tl.constexpr = R // GROUP
+    N: tl.constexpr = C // 2
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(codes + rows[:, None] * W + tl.arange(0, W)[None, :])
     pairs = words[:, :, None] >> (tl.arange(0, 16 // BITS) * BITS)[None, None, :]
-    pairs = _by_threads(tl.reshape(pairs, [R, C // 2]), R, C // 2)
-    scale = _scales(scales, B, C // 2)
-    low = _scales(scales + B * C // 2, B, C // 2)
+    pairs = _by_threads(tl.reshape(pairs, [R, N]), R, N)
+    words = _by_threads(tl.load(scales + tl.arange(0, B)[:, None] * N + tl.arange(0, N)[None, :]), B, N)
+    scale, low = _pairs_of_scales(words, BITS, PAIRS)
+    scale, low = _by_rows(scale, B, N), _by_rows(low, B, N)
     if PAIRS:
         x = tl.inline_asm_elementwise(
             """{
@@ -235,8 +282,8 @@ def packed_span_kernel(
             first = pair * groups
             key_codes += first * (GROUP * D * BITS // 8)
             value_codes += first * (GROUP * D * BITS // 8)
-            key_scales += first * (2 * D)
-            value_scales += first * (2 * D)
+            key_scales += first * D
+            value_scales += first * D
         end = tl.minimum(c * span + span, tl.minimum(groups, current))
         for place in tl.range(c * span, end, num_stages=STAGES):
             kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, place
@@ -246,8 +293,8 @@ def packed_span_kernel(
                     VS_ROW,
                 )  # fmt: skip
             at = n * (GROUP * D * BITS // 8)
-            k = _restored(kc + at, ks + n * (2 * D), token, GROUP, D, BITS, PAIRS, q_MD.dtype)
-            v = _restored(vc + at, vs + n * (2 * D), d, D, GROUP, BITS, PAIRS, q_MD.dtype)
+            k = _restored(kc + at, ks + n * D, token, GROUP, D, BITS, PAIRS, q_MD.dtype)
+            v = _restored(vc + at, vs + n * D, d, D, GROUP, BITS, PAIRS, q_MD.dtype)
             s = tl.dot(q_MD, k, input_precision=PRECISION)
             j = (current - 1 - (current - 1 - place) % groups) * GROUP + token
             seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit)
@@ -262,13 +309,19 @@ def packed_span_kernel(
 
 @triton.jit
 def _quantise(x, low, high, BITS: tl.constexpr):
-    """Codes of x, and the scale and the lowest number as they are stored; `low` and `high` have the shape of x or 1."""
-    low = low.to(tl.bfloat16)
-    scale = tl.div_rn(high - low.to(tl.float32), tl.zeros_like(high) + (2**BITS - 1)).to(tl.bfloat16)
-    divisor = tl.maximum(scale.to(tl.float32), LEAST_SCALE)
-    steps = tl.div_rn(x - low.to(tl.float32), tl.broadcast_to(divisor, x.shape))
+    """Codes of x and their words, as `layout.quantised`; `low` and `high` have the shape of x or 1."""
+    UNIT: tl.constexpr = 2 ** (BITS - 4)
+    ends = low + high
+    least = tl.maximum((high - low) * (0.5 / (2**BITS - UNIT)), tl.abs(ends) * (0.5 / (63 * UNIT)))
+    least = tl.minimum(tl.maximum(least, 2.0**LEAST_HALF_STEP), 2.0 ** (LEAST_HALF_STEP + 16))
+    steps = ((least.to(tl.int32, bitcast=True) + (1 << 17)) >> 18) - (127 + LEAST_HALF_STEP) * 32
+    word = tl.minimum(steps, 511) << 7
+    zero = _nearest(tl.div_rn(ends * (0.5 / UNIT), _half_step(word)))
+    word += tl.minimum(tl.maximum(zero, -64.0), 63.0).to(tl.int32) + 64
+    scale, low = _scale_and_low(word, BITS)
+    steps = tl.div_rn(x - low, tl.broadcast_to(scale, x.shape))
     codes = tl.minimum(tl.maximum(steps, 0.0), 2.0**BITS - 1)
-    return _nearest(codes).to(tl.int32), scale, low
+    return _nearest(codes).to(tl.int32), word, scale, low
 
 
 @triton.jit
@@ -277,11 +330,10 @@ def _pack(x, codes, scales, kept, R: tl.constexpr, C: tl.constexpr, BITS: tl.con
     N: tl.constexpr = 16 // BITS
     B: tl.constexpr = R // GROUP
     x = tl.reshape(x, [B, GROUP, C])
-    n, scale, low = _quantise(x, tl.min(x, axis=1)[:, None, :], tl.max(x, axis=1)[:, None, :], BITS)
+    n, word, scale, low = _quantise(x, tl.min(x, axis=1)[:, None, :], tl.max(x, axis=1)[:, None, :], BITS)
     if kept:
         at = scales + tl.arange(0, B)[:, None] * C + tl.arange(0, C)[None, :]
-        tl.store(at, tl.reshape(scale, [B, C]))
-        tl.store(at + B * C, tl.reshape(low, [B, C]))
+        tl.store(at, tl.reshape(word, [B, C]).to(tl.int16))
         place = (tl.arange(0, N)[:, None] + tl.arange(0, 2)[None, :] * N) * BITS
         words = tl.reshape(n, [R, C // (2 * N), N, 2]) << place[None, None, :, :]
         words = tl.sum(tl.sum(words, axis=3), axis=2).to(tl.int32)
@@ -289,8 +341,7 @@ def _pack(x, codes, scales, kept, R: tl.constexpr, C: tl.constexpr, BITS: tl.con
         words_at = codes.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.store(words_at + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :], words)
     # The product is exact, so that a fused addition rounds as `layout.restored`.
-    x = low.to(tl.float32) + n.to(tl.float32) * tl.maximum(scale.to(tl.float32), LEAST_SCALE)
-    return tl.reshape(x, [R, C])
+    return tl.reshape(low + n.to(tl.float32) * scale, [R, C])
 
 
 @triton.jit
@@ -314,17 +365,18 @@ def pack_loaded(
 ):
     """As `pack_group`, of keys [32, D] and values [D, 32]."""
     at = group * (GROUP * D * BITS // 8)
-    new_k = _pack(k.to(tl.float32), key_codes + at, key_scales + group * (2 * D), kept, GROUP, D, BITS)
-    new_v = _pack(v.to(tl.float32), value_codes + at, value_scales + group * (2 * D), kept, D, GROUP, BITS)
+    new_k = _pack(k.to(tl.float32), key_codes + at, key_scales + group * D, kept, GROUP, D, BITS)
+    new_v = _pack(v.to(tl.float32), value_codes + at, value_scales + group * D, kept, D, GROUP, BITS)
     return new_k, new_v
 
 
 @triton.jit
-def _unpacked(words, scale, low, place, BITS: tl.constexpr):
+def _unpacked(words, scales, place, BITS: tl.constexpr):
     """The numbers float32 of words that hold them in place `place` of their rows, as `layout.restored`."""
+    scale, low = _scale_and_low(scales, BITS)
     shift = place % (32 // BITS) // 2 * BITS + place % 2 * 16
     n = ((words >> shift) & (2**BITS - 1)).to(tl.float32)
-    return low.to(tl.float32) + n * tl.maximum(scale.to(tl.float32), LEAST_SCALE)
+    return low + n * scale
 
 
 @triton.jit
@@ -334,13 +386,13 @@ def unpack_group(key_codes, key_scales, value_codes, value_scales, group, D: tl.
     r, d = tl.arange(0, GROUP)[:, None], tl.arange(0, D)[None, :]
     kc = key_codes.to(tl.pointer_type(tl.int32), bitcast=True) + group * (D * BITS)
     vc = value_codes.to(tl.pointer_type(tl.int32), bitcast=True) + group * (D * BITS)
-    key_scales += group * (2 * D)
-    value_scales += group * (2 * D)
+    key_scales += group * D
+    value_scales += group * D
     words = tl.load(kc + r * (D // PER_WORD) + d // PER_WORD)
-    k = _unpacked(words, tl.load(key_scales + d), tl.load(key_scales + D + d), d, BITS)
+    k = _unpacked(words, tl.load(key_scales + d), d, BITS)
     words = tl.load(vc + d * BITS + r // PER_WORD)
     part = d // GROUP * GROUP + r
-    v = _unpacked(words, tl.load(value_scales + part), tl.load(value_scales + D + part), r, BITS)
+    v = _unpacked(words, tl.load(value_scales + part), r, BITS)
     return k, v
 
 
@@ -349,9 +401,9 @@ def copy_group(codes, scales, group, new_codes, new_scales, place, D: tl.constex
     """Copies the codes and scales of number `group` of all packed groups to number `place` of others."""
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     new_codes = new_codes.to(tl.pointer_type(tl.int32), bitcast=True)
-    w, s = tl.arange(0, D * BITS), tl.arange(0, 2 * D)
+    w, s = tl.arange(0, D * BITS), tl.arange(0, D)
     tl.store(new_codes + place * (D * BITS) + w, tl.load(codes + group * (D * BITS) + w))
-    tl.store(new_scales + place * (2 * D) + s, tl.load(scales + group * (2 * D) + s))
+    tl.store(new_scales + place * D + s, tl.load(scales + group * D + s))
 
 
 @triton.jit

@@ -227,12 +227,12 @@ def round_tokens_triton(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
 
 def _groups(make, B, HK, N, D, bits, device):
     """The first four tensors of `PackedKeyValues` by `make`, torch.empty or torch.zeros."""
-    codes, scales = {"dtype": torch.uint8, "device": device}, {"dtype": torch.bfloat16, "device": device}
+    codes, scales = {"dtype": torch.uint8, "device": device}, {"dtype": torch.int16, "device": device}
     return (
         make((B, HK, N, GROUP, D * bits // 8), **codes),
-        make((B, HK, N, 2, D), **scales),
+        make((B, HK, N, D), **scales),
         make((B, HK, N, D, GROUP * bits // 8), **codes),
-        make((B, HK, N, 2, D // GROUP, GROUP), **scales),
+        make((B, HK, N, D // GROUP, GROUP), **scales),
     )
 
 

@@ -18,7 +18,7 @@ GROUP = 32  # tokens of a key channel, and channels of a value, that share a sca
 SINKS = 4  # tokens at the start of a sequence that are not packed
 BLOCK = 16  # channels of a token that share a scale
 PACKED_BITS = (8, 4)
-LEAST_SCALE = 1e-30  # of a group whose numbers are all alike
+LEAST_HALF_STEP = -12  # its power of two
 LEAST_EXPONENT = -120  # of a block; kept as 0, so that zero bytes are the number 0
 
 
@@ -28,6 +28,10 @@ class PackedKeyValues(NamedTuple):
     A token enters the cache in 8 bits, as (code - zero) * 2^exponent with a zero and an exponent for 16 channels: those
     with which codes from 0 to 255 reach from the lowest to the highest of these numbers and 0. bfloat16 has such
     numbers exactly, and rounding them again changes nothing.
+
+    A packed number is low + code * scale. A word of 16 bits holds both for 32 numbers (`quantised`): the scale is twice
+    h, which has four bits of exponent and five of mantissa in the upper nine bits of the word, and low is a whole
+    number of h, by a zero z from -64 to 63 in the lower seven.
 
     With n tokens before it, the last token of a sequence is in the group n // 32. The tokens of that group are in
     `keys` and `values` from place 4 on; the groups before it are packed, group g in the place g % N of N. The first
@@ -40,9 +44,9 @@ class PackedKeyValues(NamedTuple):
     """
 
     key_codes: Tensor  # [B, HK, N, 32, D * bits / 8] uint8
-    key_scales: Tensor  # [B, HK, N, 2, D] bfloat16: the scale and the lowest number of each channel
+    key_scales: Tensor  # [B, HK, N, D] int16: words of each channel
     value_codes: Tensor  # [B, HK, N, D, 32 * bits / 8] uint8
-    value_scales: Tensor  # [B, HK, N, 2, D / 32, 32] bfloat16: of 32 channels and each token (D <= 32: of each token)
+    value_scales: Tensor  # [B, HK, N, D / 32, 32] int16: of 32 channels and each token (D <= 32: of each token)
     keys: Tensor  # [B, HK, 4 + 32, D] uint8
     values: Tensor  # [B, HK, 4 + 32, D] uint8
     token_scales: Tensor  # [B, HK, 4 + 32, 4 D / 16] uint8: 120 + exponents and zeros of keys, then of values
@@ -105,21 +109,48 @@ def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return keys, values
 
 
-def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., G] on 2^bits even steps: whole numbers [..., G] float32, scale and lowest number [..., 1] bfloat16."""
-    wide = x.float()
+def zero_unit(bits: int) -> int:
+    """U: the half steps of a zero. The lowest number of 32 is U z - (2^bits - U) half steps."""
+    return max(1, 2 ** (bits - 4))
+
+
+def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x [..., G] on 2^bits even steps: whole numbers [..., G] float32, and their words [..., 1] int16.
+
+    Of all zeros and half steps h, those are taken with which the steps reach from the lowest to the highest number.
+    """
+    wide, unit = x.float(), zero_unit(bits)
+    reach = 2**bits - unit
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
-    steps, low = 2**bits - 1, low.bfloat16()
-    # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than the kernels divide.
-    scale = ((high - low.to(wide)) / torch.full_like(high, steps)).bfloat16()
-    codes = ((wide - low.to(wide)) / scale.to(wide).clamp_min(LEAST_SCALE)).round().clamp(0, steps)
-    return codes, scale, low
+    ends = low + high
+    least = torch.maximum((high - low) * (0.5 / reach), ends.abs() * (0.5 / (63 * unit)))
+    significand, exponent = torch.frexp(least.clamp_(2.0**LEAST_HALF_STEP, 2.0 ** (LEAST_HALF_STEP + 16)))
+    steps = (significand * 64 + 0.5).int() + (exponent - LEAST_HALF_STEP - 2) * 32
+    steps.clamp_max_(511)
+    zeros = (ends * (0.5 / unit) / _half_steps(steps)).round_().clamp_(-64, 63)
+    words = ((steps << 7) + zeros.int() + 64).to(torch.int16)
+    scale, low = scales_of(words, bits)
+    return ((wide - low) / scale).round_().clamp_(0, 2**bits - 1), words
 
 
-def restored(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+def _half_steps(steps: Tensor) -> Tensor:
+    """h in float32 of the upper nine bits of words."""
+    return ((steps << 18) + ((127 + LEAST_HALF_STEP) << 23)).view(torch.float32)
+
+
+def scales_of(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The scales and the lowest numbers, float32 that bfloat16 has exactly, of words int16 of this shape."""
+    wide, unit = words.int(), zero_unit(bits)
+    h = _half_steps((wide >> 7) & 511)
+    low = ((wide & 127) - 64) * unit - (2**bits - unit)
+    return h * 2, (h * low).bfloat16().to(h.dtype)
+
+
+def restored(codes: Tensor, words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `quantised`, computed in float32 at least."""
     wide = torch.promote_types(dtype, torch.float32)
-    return (low.to(wide) + codes.to(wide) * scale.to(wide).clamp_min(LEAST_SCALE)).to(dtype)
+    scale, low = scales_of(words, bits)
+    return (low.to(wide) + codes.to(wide) * scale.to(wide)).to(dtype)
 
 
 @cached
@@ -161,23 +192,24 @@ def _codes(packed: Tensor, bits: int) -> Tensor:
 def packed_groups(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first four tensors of a cache, of k and v [B, HK, N * 32, D]."""
     k, v = (x.unflatten(2, (-1, GROUP)) for x in (k, v))
-    key_codes, scale, low = quantised(k.mT, bits)
-    key_scales = torch.cat([scale, low], dim=-1).mT
-    value_codes, scale, low = quantised(v.unflatten(-1, (-1, min(GROUP, v.shape[-1]))), bits)
-    value_scales = torch.stack([scale.squeeze(-1).mT, low.squeeze(-1).mT], dim=3)
-    packed = _bytes(key_codes.mT, bits), key_scales, _bytes(value_codes.flatten(-2).mT, bits), value_scales
-    return packed[0].contiguous(), packed[1].contiguous(), packed[2].contiguous(), packed[3].contiguous()
+    key_codes, key_words = quantised(k.mT, bits)
+    value_codes, value_words = quantised(v.unflatten(-1, (-1, min(GROUP, v.shape[-1]))), bits)
+    return (
+        _bytes(key_codes.mT, bits).contiguous(),
+        key_words.squeeze(-1),
+        _bytes(value_codes.flatten(-2).mT, bits).contiguous(),
+        value_words.squeeze(-1).mT.contiguous(),
+    )
 
 
 def unpacked(groups: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values [B, HK, N * 32, D] of `packed_groups`."""
-    key_codes, key_scales, value_codes, value_scales = groups
-    bits = 8 * key_codes.shape[-1] // key_scales.shape[-1]
-    scale, low = key_scales.split(1, dim=3)
-    keys = restored(_codes(key_codes, bits), scale, low, dtype)
-    codes = _codes(value_codes, bits).mT.unflatten(-1, (value_scales.shape[4], -1))
-    scale, low = value_scales.mT.unsqueeze(-1).unbind(3)
-    return keys.flatten(2, 3), restored(codes, scale, low, dtype).flatten(-2).flatten(2, 3)
+    key_codes, key_words, value_codes, value_words = groups
+    bits = 8 * key_codes.shape[-1] // key_words.shape[-1]
+    keys = restored(_codes(key_codes, bits), key_words.unsqueeze(3), bits, dtype)
+    codes = _codes(value_codes, bits).mT.unflatten(-1, (value_words.shape[3], -1))
+    values = restored(codes, value_words.mT.unsqueeze(-1), bits, dtype)
+    return keys.flatten(2, 3), values.flatten(-2).flatten(2, 3)
 
 
 def token_numbers(lengths: Tensor, groups: int) -> Tensor:

@@ -26,6 +26,7 @@ from deltanet_kernels.packed_cache.layout import (
     in_stored_order,
     packed_groups,
     rounded_tokens,
+    scales_of,
     stored_codes,
     token_numbers,
     token_tensors,
@@ -44,9 +45,9 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     """
     cache, bits, wide = call.cache, call.cache.bits, torch.promote_types(call.q.dtype, torch.float32)
     (B, HQ, _, D), (HK, N) = call.q.shape, cache.key_codes.shape[1:3]
-    heads, R, parts = B * HK, HQ // HK, cache.value_scales.shape[4]
+    heads, R, parts = B * HK, HQ // HK, cache.value_scales.shape[3]
     q = call.q.reshape(heads, R, D).to(wide) * call.factor
-    scale, low = in_stored_order(cache.key_scales, bits).to(wide).view(heads * N, 2, 1, D).unbind(1)
+    scale, low = (x.view(heads * N, 1, D).to(wide) for x in scales_of(in_stored_order(cache.key_scales, bits), bits))
     codes = stored_codes(cache.key_codes, bits).to(wide).view(heads * N, GROUP, D)
     keys = torch.addcmul(low, codes, scale, out=codes).view(heads, N * GROUP, D)
     near_keys, near_values = (x.view(heads, SINKS + GROUP, D) for x in tokens_of(cache, wide))
@@ -58,7 +59,8 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     lse = scores.amax(2) - weights.amax(2).log()
     far, near = weights.split([N * GROUP, SINKS + GROUP], dim=2)
     far = in_stored_order(far.unflatten(2, (N, GROUP)).transpose(1, 2), bits).flatten(0, 1)  # [B HK N, R, 32]
-    scale, low = in_stored_order(cache.value_scales, bits).to(wide).view(heads * N, 2, parts, 1, GROUP).unbind(1)
+    words = in_stored_order(cache.value_scales, bits)
+    scale, low = (x.view(heads * N, parts, 1, GROUP).to(wide) for x in scales_of(words, bits))
     codes = stored_codes(cache.value_codes, bits).to(wide).view(heads * N, parts, D // parts, GROUP)
     values = torch.addcmul(low, codes, scale, out=codes).view(heads * N, D, GROUP)
     output = torch.baddbmm((far @ values.mT).view(heads, N, R, D).sum(1), near, near_values)

@@ -58,7 +58,7 @@ def packed(B: int, tokens: int, HQ: int, HK: int, D: int, bits: int) -> tuple[Te
         lengths = torch.full((B,), 2 * tokens - 8 if ring else tokens - 8, dtype=torch.int32, device="cuda")
         return PackedKeyValues(*pack_groups(k, v, bits), *own, lengths)  # type: ignore[call-arg]
 
-    size = 2 * B * tokens * HK * D * (bits + 1) / 8  # 32 bits of scale and lowest number for 32 numbers
+    size = 2 * B * tokens * HK * D * (bits + 0.5) / 8  # 16 bits of scale and lowest number for 32 numbers
     return q, several_caches(cache, size), size
 
 
