@@ -25,8 +25,8 @@ LEAST_TOKENS = 9e6  # of training; rules are compared after less
 EARLIER = "-16-bit-tokens"  # in the names of rows of an earlier cache that have been measured again
 LABELS = {
     "teacher@4": "teacher, 4 bits",
-    "control-by-layer-9.0MB@4": "9.0 MB",
-    "control-by-layer-5.4MB@4": "default",
+    "control-by-layer-9.0MB-100m@4": "9.0 MB",
+    "control-by-layer-5.4MB-100m@4": "default",
     "control-by-layer-3.1MB-100m@4": "3.1 MB",
 }
 KINDS = {  # colour, marker, and name in the legend
@@ -37,9 +37,9 @@ KINDS = {  # colour, marker, and name in the legend
 }
 PANELS = [  # bytes, column, label, whether higher is better, distances in points from a labelled point to its label
     ("mb_2k", "kl_4k", "KL to teacher at 4,096 tokens, nats", False, [(44, 16), (-30, -26), (-62, -28), (-13, -34)]),
-    ("mb_2k", "prose_2k", "prose facts found in 2,048 tokens, %", True, [(34, 20), (84, -62), (52, -62), (-4, 22)]),
+    ("mb_2k", "prose_2k", "prose facts found in 2,048 tokens, %", True, [(66, -22), (84, -62), (52, -62), (-4, 22)]),
     ("mb_32k", "kl_8k", "KL to teacher at 8,192 tokens, nats", False, [(-48, -24), (-30, -26), (-48, -32), (-48, -24)]),
-    ("mb_32k", "needles_4k", "needles found in 4,096 tokens, %", True, [(-28, 14), (44, -64), (20, -58), (-46, 16)]),
+    ("mb_32k", "needles_4k", "needles found in 4,096 tokens, %", True, [(34, -44), (44, 10), (-8, 18), (-46, 16)]),
 ]
 AXES = {"mb_2k": "MB per sequence of 2,048 tokens", "mb_32k": "MB per sequence of 32,768 tokens"}
 

@@ -19,6 +19,7 @@ KINDS = {
     "teacher": "teacher",
     "teacher4bit": "teacher, 4 bits",
     "heads10": "converted",
+    "windows4bit": "a quarter of the layers whole",
     "window25": "layers with states",
     "hybrid25": "hybrid",
     "all": "pure",

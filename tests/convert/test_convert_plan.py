@@ -140,7 +140,7 @@ def test_cache_bytes_are_those_of_the_model(
 PACKED: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 4, {"window": 40}),
     ("gemma3_text", 8, {"mixer": "window", "window": 40}),
-    ("llama", 4, {"mixer": "mixed_heads", "heads": ["softmax", "linear"]}),
+    ("qwen3", 4, {"mixer": "mixed_heads", "heads": ["softmax", "linear"]}),
 ]
 
 
