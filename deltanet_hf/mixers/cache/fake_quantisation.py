@@ -1,9 +1,9 @@
 """Attention that sees earlier keys and values as a cache of few bits will hold them.
 
 Keys are quantised per channel over groups of `GROUP` tokens, because a few channels of all keys are large, and values
-per token over groups of `GROUP` channels (KIVI, arXiv 2402.02750), on even steps from the lowest to the highest number
-of a group. Before that, each token is rounded to 8 bits, with a scale for 16 channels that is a power of two
-(`PackedKeyValues`). A query sees its own group of tokens, and the sinks, in these 8 bits: the groups before it are
+per token over groups of `GROUP` channels (KIVI, arXiv 2402.02750), on even steps that reach from the lowest to the
+highest number of a group. Before that, each token is rounded to 8 bits, with a scale for 16 channels that is a power of
+two (`PackedKeyValues`). A query sees its own group of tokens, and the sinks, in these 8 bits: the groups before it are
 complete. So what a query sees depends on its sequence only, and not on how it was cut into calls.
 
 Gradients pass the rounding unchanged (straight-through), so that a model can be trained through its cache.
