@@ -33,7 +33,7 @@ from deltanet_kernels.packed_cache.layout import (
     tokens_of,
     unpacked,
 )
-from deltanet_kernels.window.cpu import blocked_attention, by_flash
+from deltanet_kernels.window.cpu import by_flash, flash_attention
 from deltanet_kernels.window.operators import window_attention
 
 
@@ -136,11 +136,11 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     """
     q, k, v, *others, window, sinks, scale, softcap = call
     length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    keys, values = (_rounded(x, y) for x, y in zip((k, v), others, strict=True))
-    if window < length and by_flash(q, k, v, softcap):
-        q, k, v, keys, values = (x.to(wide) for x in (q, k, v, keys, values))
-        o, lse = blocked_attention(q, keys, values, window, sinks, scale, softcap, own=(k, v, GROUP))
+    if window < length and by_flash(q, k, v, softcap) and not torch.compiler.is_compiling():
+        q, k, v, keys, values = (x.to(wide) for x in (q, k, v, *others))
+        o, lse = flash_attention(q, keys, values, window, sinks, scale, (k, v, GROUP))
         return o.to(call.q.dtype), lse
+    keys, values = (_rounded(x, y) for x, y in zip((k, v), others, strict=True))
     near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap)
     padded = -length % GROUP
 

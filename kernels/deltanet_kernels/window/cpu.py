@@ -5,8 +5,11 @@ tokens before it with itself. The sinks of a sequence that begins within the blo
 within the second part is masked in the first.
 
 Without gradients, PyTorch's flash attention for CPUs takes the blocks. It needs no large ones, so they are short: each
-query has scores for window - 1 + C keys.
+query has scores for window - 1 + C keys. It takes one block after the other where it can (`flash_attention`), so that
+keys are not copied for each block, and the first blocks have few.
 """
+
+import functools
 
 import torch
 from torch.nn import functional as F
@@ -15,7 +18,7 @@ from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.window.calls import WindowCall
 
 BLOCK = 16  # the least number of queries per block with gradients
-FLASH_BLOCK = 128  # queries per block of flash attention; 64 take as long, 256 a fifth longer with a window of 481
+FLASH_BLOCK = 64  # queries per block of flash attention; 128 take a tenth longer with a window of 545
 
 
 def block_size(window: int, tokens: int, flash: bool) -> int:
@@ -50,20 +53,19 @@ def blocked_attention(
     scale: float,
     softcap: float | None,
     start: torch.Tensor | None = None,
-    own: tuple[torch.Tensor, torch.Tensor, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `torch_window_attention`, of tensors in one dtype.
 
     Args:
         start: the first token of each token's packed sequence [T]; None for one sequence a row.
-        own: keys and values that take the place of k and v within a query's own group of so many tokens, which divide
-            FLASH_BLOCK; only where flash attention serves.
     """
     B, T, HQ, D = q.shape
     flash = by_flash(q, k, v, softcap)
-    if flash and window >= T and start is None and own is None:
+    if flash and window >= T and start is None:
         return attention(q, k.transpose(1, 2), v.transpose(1, 2), None, scale, softcap)
-    C = FLASH_BLOCK if own is not None else block_size(window, T, flash)
+    if flash and start is None and not torch.compiler.is_compiling():
+        return flash_attention(q, k, v, window, sinks, scale)
+    C = block_size(window, T, flash)
     n = cdiv(T, C)
     reach = min(window, T) - 1 if n > 1 else 0  # nothing is before a single block
     token = torch.arange(n * C, device=q.device)
@@ -79,18 +81,58 @@ def blocked_attention(
     query = token.view(n, C, 1)
     once = (torch.arange(at.shape[-1], device=q.device) >= first.numel()) | (at < before[:, None] - reach)
     seen = _seen(at, query, start[query], window, sinks) & once
-    if own is not None:
-        group = query // own[2] * own[2]
-        inside = token.view(n, 1, C)
-        near = (inside >= group) & _seen(inside, query, start[query], window, sinks)
-        seen = torch.cat([seen & (at < group), near], dim=2)
-        for part, x in zip(parts, own[:2], strict=True):
-            part.append(_padded(x, 0, n * C).unflatten(1, (n, C)).transpose(2, 3))
     keys, values = (torch.cat(part, dim=3).flatten(0, 1) for part in parts)
     o, lse = attention(
         q.flatten(0, 1), keys, values, seen.expand(B, -1, -1, -1).flatten(0, 1).unsqueeze(1), scale, softcap
     )
     return o.reshape(B, n * C, HQ, D)[:, :T], lse.reshape(B, n * C, HQ)[:, :T]
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    sinks: int,
+    scale: float,
+    own: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`blocked_attention` of one sequence a row, where flash attention serves; its loop should not be traced.
+
+    The keys of a block lie one after the other in `held`: sinks before its window, the tokens before its last group,
+    and its own tokens in their own form. The next block's are put over the first and the last of them.
+
+    Args:
+        own: keys and values that take the place of k and v within a query's own group of so many tokens, which divide
+            FLASH_BLOCK; k and v may end before the last group.
+    """
+    T, (*own_form, group) = q.shape[1], own or (k, v, FLASH_BLOCK)
+    held = [x.new_empty(len(x), T + FLASH_BLOCK, *x.shape[2:]) for x in (k, v)]
+    blocks, far, mask_of = [], 0, functools.lru_cache(1)(_block_mask)  # most blocks have the same
+    for begin in range(0, T, FLASH_BLOCK):
+        size, low = min(FLASH_BLOCK, T - begin), max(0, begin + 1 - window)
+        first, done, far = min(sinks, low), far, (begin + size - 1) // group * group
+        for x, other, y in zip(held, (k, v), own_form, strict=True):
+            x[:, done:far] = other[:, done:far]
+            x[:, far : far + size] = y[:, begin : begin + size]
+            x[:, low - first : low] = other[:, :first]
+        keys, values = (x[:, low - first : far + size].transpose(1, 2) for x in held)
+        mask = mask_of(first, begin - low, size, window, sinks - first, group, q.dtype)
+        blocks.append(_flash(q[:, begin : begin + size], keys, values, mask, scale))
+    o, lse = (torch.cat(x, dim=1) for x in zip(*blocks, strict=True))
+    return o, lse
+
+
+def _block_mask(
+    first: int, reach: int, size: int, window: int, sinks: int, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """0 where a query of `flash_attention` sees a key, else -inf: `first` sinks, and tokens from `reach` before the
+    block on, of which the first may be further `sinks`."""
+    query = torch.arange(size, device="cpu")[:, None]
+    far = torch.arange(-reach, (size - 1) // group * group, device="cpu")
+    at, is_own = torch.cat([far, query[:, 0]]), torch.arange(len(far) + size, device="cpu") >= len(far)
+    seen = ((at >= query // group * group) == is_own) & (at <= query) & ((query - at < window) | (at < sinks - reach))
+    return torch.zeros((), dtype=dtype, device="cpu").where(F.pad(seen, (first, 0), value=True), -torch.inf)
 
 
 def attention(
@@ -114,11 +156,7 @@ def attention(
         o [B, T, HQ, D] and lse [B, T, HQ].
     """
     if by_flash(q, keys, values, softcap):
-        mask = None if seen is None else q.new_zeros(()).where(seen, -torch.inf)
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(1, 2), keys, values, is_causal=mask is None, attn_mask=mask, scale=scale
-        )
-        return o.transpose(1, 2), lse.transpose(1, 2)
+        return _flash(q, keys, values, None if seen is None else q.new_zeros(()).where(seen, -torch.inf), scale)
     assert seen is not None
     q = q.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [B, HK, G, T, D]
     scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(*q.shape[:-1], -1) * scale
@@ -129,6 +167,15 @@ def attention(
     weights = (scores - lse.unsqueeze(-1)).exp()
     o = (weights.flatten(2, 3) @ values).view(q.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return o, lse.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def _flash(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), keys, values, is_causal=mask is None, attn_mask=mask, scale=scale
+    )
+    return o.transpose(1, 2), lse.transpose(1, 2)
 
 
 def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
