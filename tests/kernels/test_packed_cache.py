@@ -363,6 +363,18 @@ def test_the_operators_are_registered_consistently() -> None:
     torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("size", "middle"), [(0.02, 0.0), (1.0, 0.5), (1.0, 40.0), (600.0, 300.0), (800.0, 0.0)])
+def test_steps_reach_small_and_large_numbers(size: float, middle: float, bits: int) -> None:
+    """No number is further from a step than about half of one; a middle far from 0 makes the steps longer."""
+    x = size * (2 * torch.rand(500, GROUP, generator=torch.Generator().manual_seed(0)) - 1) + middle
+    low, high = x.amin(-1), x.amax(-1)
+    step = torch.maximum((high - low) / 15, (low + high).abs() / 63) / 2 ** (bits - 4)
+    error = (restored(*quantised(x, bits), bits, torch.float32) - x).abs().amax(-1)
+    rounding = max(abs(low).max(), abs(high).max()) / 2**9  # of the lowest number to bfloat16
+    assert (error < 0.52 * step + rounding).all()
+
+
 def test_head_sizes_without_a_kernel() -> None:
     q, k, v = tokens(64, 96, torch.float32)
     with pytest.raises(NotImplementedError, match="head size 96"):

@@ -23,21 +23,21 @@ def in_8_bits(x: Tensor) -> Tensor:
 
 
 def on_even_steps(x: Tensor, dim: int, bits: int) -> Tensor:
-    """2^bits steps of 2h from (z unit - most) h on, z the whole number whose multiple of h is next to the middle.
+    """2^bits even steps, the middle of which is z h: z the whole number whose multiple of h is next to the numbers'.
 
     h is a 32nd of its power of two, the nearest to what the range and the middle take. All is chosen in float32,
     because halves are frequent.
     """
-    unit = max(1, 2**bits // 16)
-    most = 2**bits - unit
+    most = min(15, 2**bits - 1)
     low, high = x.amin(dim, keepdim=True).float(), x.amax(dim, keepdim=True).float()
-    h = torch.maximum((high - low) * (0.5 / most), (low + high).abs() * (0.5 / (63 * unit)))
+    h = torch.maximum((high - low) * (0.5 / most), (low + high).abs() * (0.5 / 63))
     power = 2 ** h.log2().floor()
     h = (h / power * 32 + 0.5).floor() / 32 * power
-    z = ((low + high) / 2 / unit / h).round().clamp(-64, 63)
-    least = ((z * unit - most) * h).bfloat16().float()
-    codes = ((x.float() - least) / (2 * h)).round().clamp(0, 2**bits - 1)
-    return least.double() + codes.double() * 2 * h.double()
+    z = ((low + high) / 2 / h).round().clamp(-64, 63)
+    step = 2 * h / max(1, 2**bits // 16)
+    least = (z * h - (2**bits - 1) / 2 * step).bfloat16().float()
+    codes = ((x.float() - least) / step).round().clamp(0, 2**bits - 1)
+    return least.double() + codes.double() * step.double()
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, bits: int, cap: float | None) -> Tensor:

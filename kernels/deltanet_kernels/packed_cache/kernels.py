@@ -40,8 +40,8 @@ def _half_step(word):
 def _scale_and_low(word, BITS: tl.constexpr):
     """The scale and the lowest number float32 of words as in `layout.PackedKeyValues`."""
     UNIT: tl.constexpr = 2 ** (BITS - 4)
-    h = _half_step(word)
-    low = ((word.to(tl.int32) & 127) - 64) * UNIT - (2**BITS - UNIT)
+    h = _half_step(word) * (1 / UNIT)
+    low = ((word.to(tl.int32) & 127) - 64) * UNIT - (2**BITS - 1)
     return h * 2, (h * low.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
 
 
@@ -310,13 +310,12 @@ def packed_span_kernel(
 @triton.jit
 def _quantise(x, low, high, BITS: tl.constexpr):
     """Codes of x and their words, as `layout.quantised`; `low` and `high` have the shape of x or 1."""
-    UNIT: tl.constexpr = 2 ** (BITS - 4)
     ends = low + high
-    least = tl.maximum((high - low) * (0.5 / (2**BITS - UNIT)), tl.abs(ends) * (0.5 / (63 * UNIT)))
+    least = tl.maximum((high - low) * (0.5 / 15), tl.abs(ends) * (0.5 / 63))
     least = tl.minimum(tl.maximum(least, 2.0**LEAST_HALF_STEP), 2.0 ** (LEAST_HALF_STEP + 16))
     steps = ((least.to(tl.int32, bitcast=True) + (1 << 17)) >> 18) - (127 + LEAST_HALF_STEP) * 32
     word = tl.minimum(steps, 511) << 7
-    zero = _nearest(tl.div_rn(ends * (0.5 / UNIT), _half_step(word)))
+    zero = _nearest(tl.div_rn(ends * 0.5, _half_step(word)))
     word += tl.minimum(tl.maximum(zero, -64.0), 63.0).to(tl.int32) + 64
     scale, low = _scale_and_low(word, BITS)
     steps = tl.div_rn(x - low, tl.broadcast_to(scale, x.shape))

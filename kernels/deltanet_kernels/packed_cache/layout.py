@@ -18,7 +18,7 @@ GROUP = 32  # tokens of a key channel, and channels of a value, that share a sca
 SINKS = 4  # tokens at the start of a sequence that are not packed
 BLOCK = 16  # channels of a token that share a scale
 PACKED_BITS = (8, 4)
-LEAST_HALF_STEP = -12  # its power of two
+LEAST_HALF_STEP = -10  # its power of two: keys of some models reach several hundred, few values stay below 0.03
 LEAST_EXPONENT = -120  # of a block; kept as 0, so that zero bytes are the number 0
 
 
@@ -29,9 +29,9 @@ class PackedKeyValues(NamedTuple):
     with which codes from 0 to 255 reach from the lowest to the highest of these numbers and 0. bfloat16 has such
     numbers exactly, and rounding them again changes nothing.
 
-    A packed number is low + code * scale. A word of 16 bits holds both for 32 numbers (`quantised`): the scale is twice
-    h, which has four bits of exponent and five of mantissa in the upper nine bits of the word, and low is a whole
-    number of h, by a zero z from -64 to 63 in the lower seven.
+    A packed number is low + code * scale. A word of 16 bits holds both for 32 numbers: h in the upper nine bits, four
+    of exponent and five of mantissa, and z from -64 to 63 in the lower seven. Codes of 4 bits stand for z h - 15 h,
+    z h - 13 h, ... z h + 15 h; those of 8 bits lie as evenly around z h, 16 to a step of these.
 
     With n tokens before it, the last token of a sequence is in the group n // 32. The tokens of that group are in
     `keys` and `values` from place 4 on; the groups before it are packed, group g in the place g % N of N. The first
@@ -109,25 +109,19 @@ def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return keys, values
 
 
-def zero_unit(bits: int) -> int:
-    """U: the half steps of a zero. The lowest number of 32 is U z - (2^bits - U) half steps."""
-    return max(1, 2 ** (bits - 4))
-
-
 def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """x [..., G] on 2^bits even steps: whole numbers [..., G] float32, and their words [..., 1] int16.
 
     Of all zeros and half steps h, those are taken with which the steps reach from the lowest to the highest number.
     """
-    wide, unit = x.float(), zero_unit(bits)
-    reach = 2**bits - unit
+    wide, reach = x.float(), min(15, 2**bits - 1)
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     ends = low + high
-    least = torch.maximum((high - low) * (0.5 / reach), ends.abs() * (0.5 / (63 * unit)))
+    least = torch.maximum((high - low) * (0.5 / reach), ends.abs() * (0.5 / 63))
     significand, exponent = torch.frexp(least.clamp_(2.0**LEAST_HALF_STEP, 2.0 ** (LEAST_HALF_STEP + 16)))
     steps = (significand * 64 + 0.5).int() + (exponent - LEAST_HALF_STEP - 2) * 32
     steps.clamp_max_(511)
-    zeros = (ends * (0.5 / unit) / _half_steps(steps)).round_().clamp_(-64, 63)
+    zeros = (ends * 0.5 / _half_steps(steps)).round_().clamp_(-64, 63)
     words = ((steps << 7) + zeros.int() + 64).to(torch.int16)
     scale, low = scales_of(words, bits)
     return ((wide - low) / scale).round_().clamp_(0, 2**bits - 1), words
@@ -140,9 +134,9 @@ def _half_steps(steps: Tensor) -> Tensor:
 
 def scales_of(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The scales and the lowest numbers, float32 that bfloat16 has exactly, of words int16 of this shape."""
-    wide, unit = words.int(), zero_unit(bits)
-    h = _half_steps((wide >> 7) & 511)
-    low = ((wide & 127) - 64) * unit - (2**bits - unit)
+    wide, unit = words.int(), max(1, 2 ** (bits - 4))
+    h = _half_steps((wide >> 7) & 511) / unit
+    low = ((wide & 127) - 64) * unit - (2**bits - 1)
     return h * 2, (h * low).bfloat16().to(h.dtype)
 
 
