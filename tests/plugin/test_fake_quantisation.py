@@ -102,7 +102,7 @@ def test_every_kind_of_attention_takes_the_setting() -> None:
         before = model(ids, use_cache=False).logits
         rounded = set_cache_bits(model, 4)(ids, use_cache=False).logits
         change = (rounded - before).abs()  # of tokens that see the first group alone, in 8 bits, less than of others
-        assert 1e-5 < change[:, :GROUP].mean() < 0.3 * change[:, GROUP:].mean()
+        assert 1e-5 < change[:, :GROUP].mean() < 0.2 * change[:, GROUP:].mean()
         assert torch.equal(set_cache_bits(model, 16)(ids, use_cache=False).logits, before)
     with pytest.raises(UserError, match="cache bits"):
         set_cache_bits(model, 5)

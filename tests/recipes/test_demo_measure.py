@@ -12,7 +12,7 @@ from deltanet_hf.models.cache_bits import cache_bits_of, stored_bytes
 from deltanet_recipes.demo import measure as demo
 from support.tiny_run import WORDS, make_models
 
-STATE = {"window": 48, "expand_kv": False, "state_dtype": "bfloat16"}
+STATE = {"window": 12, "expand_kv": False, "state_dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_demo_compares_equal_bytes(folder: Path, monkeypatch: pytest.MonkeyP
     for policy in (everywhere, spread, chosen):
         assert policy.name.startswith("untrained: window of ")
         assert policy.megabytes[0] <= student.megabytes[0]
-        assert policy.kl[0] > 1e-4
+        assert policy.kl[0] > 1e-3
     again = demo.DemoMeasure(folder / "teacher", students, folder / "measured.jsonl", print)
     monkeypatch.setattr(demo, "_load", lambda folder: pytest.fail("a row that is there is measured again"))
     assert again.student("student") == student

@@ -16,7 +16,7 @@ from .spending import Spending
 from .units import Unit
 
 PASSES = ((1.0, 0.25, 0.5, 2.0, 4.0), (1.0, 0.7, 1.4))
-"""What each pass tries, as shares of the window that a layer had before; of equals the first is taken."""
+"""Shares of the window that a layer had before, by pass; of equals the first is taken."""
 HALVINGS = 60  # of the interval that holds the price
 
 
