@@ -46,6 +46,7 @@ HEADERS = {
     "completion": "SQuAD completion, %",
     "ifeval": "IFEval, %",
     "standard": "standard suite, %",
+    "tokens_per_s": "tokens/s",
     "pairs_128": "128 pairs, %",
 }
 RELATIVE = ("kl_", "wt2", "exact_repeat")  # smaller is better; changes are given in percent
@@ -131,4 +132,6 @@ def _changes(row: dict[str, Any], base: dict[str, Any], names: str) -> str:
 
 
 def _digits(name: str) -> int:
-    return 3 if name.startswith("kl_") else 2 if name == "exact_repeat" else 0 if name == "mb_32k" else 1
+    if name.startswith("kl_"):
+        return 3
+    return {"exact_repeat": 2, "mb_32k": 0, "tokens_per_s": 0}.get(name, 1)

@@ -18,7 +18,8 @@ KINDS = {
     "transformers": "teacher in transformers",
     "teacher": "teacher",
     "teacher4bit": "teacher, 4 bits",
-    "heads10": "converted",
+    "by_layer": "converted",
+    "heads10": "windows of one length",
     "windows4bit": "a quarter of the layers whole",
     "window25": "layers with states",
     "hybrid25": "hybrid",
@@ -36,7 +37,7 @@ def speed(path: Path) -> str:
 def recommended(path: Path) -> str:
     """The same of 8B, of what `convert` makes beside its teacher, twice."""
     rows = RowFile(path, KEY, head={}).rows()
-    kinds = ("transformers", "teacher", "heads10")
+    kinds = ("transformers", "teacher", "by_layer")
     return _table([row for row in rows if row["shape"] == "8B" and row["kind"] in kinds and "error" not in row])
 
 

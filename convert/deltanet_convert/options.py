@@ -61,13 +61,13 @@ class ConvertOptions(Options):
     layers: Annotated[
         str,
         Option(
-            help="Layers to convert. `auto`: a tenth of the key/value heads keeps softmax attention where their choice "
-            "is shipped (SmolLM2-135M), otherwise a quarter of the layers (half of those that do not slide, where some "
-            "do), measured where there is a GPU and evenly spread elsewhere. `all`: convert every layer. `every:N`: "
-            "layers N-1, 2N-1, ... keep softmax attention. `keep:3,7,11`: these layers keep it. `auto:25%` (or "
-            "`auto:7`, `auto:40MB@32k`): keep this share or budget, chosen as `deltanet-hf select` does; slow without "
-            "a GPU. FILE: the layers, or key/value heads, that keep it, such as the file that `deltanet-hf select` "
-            "writes.",
+            help="Layers to convert. `auto`: key/value heads keep softmax attention, and layers get windows, by a plan "
+            "for a ninth of the teacher's bytes, which is shipped for SmolLM2-135M and measured for others on a GPU; "
+            "without one, or where no windows can be planned (other mixers, 16 bits, layers that slide), a quarter of "
+            "the layers, or half of those that do not slide. `all`: convert every layer. `every:N`: layers N-1, 2N-1, "
+            "... keep softmax attention. `keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, "
+            "`auto:40MB@32k`): keep this share or budget, chosen as `deltanet-hf select` does; slow without a GPU. "
+            "FILE: the layers, or key/value heads, that keep it, such as the file that `deltanet-hf select` writes.",
             show_default="auto",
         ),
         ASIDE,
@@ -255,7 +255,7 @@ class ConvertOptions(Options):
             table = self.head_table(layers, heads, frozenset(kept.heads), teacher)
         else:
             table = self.table(layers, kept.layers, teacher)
-        if kept.planned_windows is None or self.mixer != WindowAttention.name or self.sets("window"):
+        if kept.planned_windows is None or not self.plans_windows:
             return table
         return table.with_windows(kept.planned_windows)
 
@@ -264,9 +264,10 @@ class ConvertOptions(Options):
         """Whether `--layers auto` chooses what stays softmax."""
         return self.layers.partition(":")[0] == AUTO
 
-    def sets(self, key: str) -> bool:
-        """Whether `--set` changes this setting."""
-        return any(change.startswith(f"{key}=") for change in self.changes)
+    @property
+    def plans_windows(self) -> bool:
+        """Whether a selection may decide how long windows are."""
+        return self.mixer == WindowAttention.name and not any(change.startswith("window=") for change in self.changes)
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltanet_convert.convert_command import convert_command
 from deltanet_convert.select import for_convert, read_selection
@@ -182,3 +183,33 @@ def test_auto_keeps_a_quarter_or_half_of_the_candidates_and_at_least_one(
     assert tiny_job(teacher, tmp_path / "out", **AUTO).table.softmax == kept
     shutil.rmtree(teacher)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "keep"),
+    [
+        ("llama", {}, "11%@2k"),
+        ("llama", {"cache_bits": 16}, "1"),
+        ("llama", {"changes": ("window=64",)}, "1"),
+        ("llama", {"mixer": "gated_deltanet+window"}, "1"),
+        ("gemma3_text", {}, "1"),
+    ],
+)
+def test_on_a_gpu_auto_plans_windows_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any], keep: str
+) -> None:
+    asked = []
+
+    def run(task: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append((task.options.keep.text, task.spending is not None))
+        raise UserError("not measured")
+
+    monkeypatch.setattr(for_convert, "chosen_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(for_convert, "run_selection", run)
+    with pytest.raises(UserError, match="not measured"):
+        tiny_job(
+            teacher_folder(tmp_path / "teacher", family),
+            tmp_path / "out",
+            **{"layers": "auto", "mixer": "window", "cache_bits": 4} | options,
+        )
+    assert asked == [(keep, keep == "11%@2k")]

@@ -1,6 +1,7 @@
 """`deltanet-hf convert --layers auto:...`: the selection before a conversion, made once per output folder.
 
-`--layers auto` takes the selection that is shipped for a teacher of this shape. For any other teacher it keeps a
+`--layers auto` takes the selection that is shipped for a teacher of this shape. For any other teacher, on a GPU, it
+plans heads and windows for a ninth of the teacher's bytes (`USUAL_SHARE`). Where no windows can be planned it keeps a
 quarter of the layers, or half of those that do not slide where others do: measured ones with a GPU, and evenly spread
 ones without, because a search would take hours.
 """
@@ -35,6 +36,7 @@ SHAPES: dict[str, dict[str, str | int]] = {
         "vocab_size": 49152,
     },
 }  # the teachers of the shipped selections, by the keys of config.json that tell them from others
+USUAL_SHARE = "11%@2k"  # of the teacher's bytes: the point that the front recommends (docs/results.md)
 NO_GPU = (
     "No GPU: the softmax layers are spread evenly, which keeps less recall than layers that were measured. On a "
     "machine with a GPU, `deltanet-hf select TEACHER` measures them; give its file as --layers FILE."
@@ -57,14 +59,17 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             unit = "layers" if shipped.unit == "layer" else "key/value heads"
             show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
-        budget_text = str(_usual_count(Candidates.of(teacher.config, "layer")))
+        candidates = Candidates.of(teacher.config, "layer")
+        budget_text = str(_usual_count(candidates))
         if chosen_device(options.device).type != "cuda":
             method = "uniform"
             show(0, 1, NO_GPU)
+        elif not candidates.local and options.cache_bits < 16 and options.plans_windows:
+            budget_text = USUAL_SHARE
     budget = Budget.parse(budget_text, f"--layers {AUTO}:")
     choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device)
     task = plan_selection(teacher, choice, options.table_of((), teacher.config))
-    if task.spending is not None and options.sets("window"):
+    if task.spending is not None and not options.plans_windows:
         raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
     if task.spread is not None:
         return task.selection(task.spread, {})

@@ -45,6 +45,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+PLANNED = (
+    *(225, 417, 417, 577, 577, 577, 577, 833, 577, 577, 577, 417, 225, 129, 833),
+    *(833, 417, 577, 257, 833, 1665, 833, 833, 577, 1185, 129, 833, 257, 833, 577),
+)
+"""The windows of the plan for SmolLM2-135M, by layer."""
+
+
 class Layout(NamedTuple):
     """The layers of a converted Llama model: its mixer, and the softmax layers or heads that stay."""
 
@@ -52,6 +59,7 @@ class Layout(NamedTuple):
     layers: int = 0  # every which layer stays softmax; 0 for none
     heads: int = 0  # every which key/value head does, counted through all layers
     cache_bits: int = 16
+    windows: tuple[int, ...] = ()  # of the parts that the layers are divided into evenly; nothing for the mixer's own
     served: bool = True  # in the fast form, if it has one; else as transformers runs it
 
 
@@ -64,6 +72,7 @@ KINDS: dict[str, Layout] = {
     "window25": Layout("gated_deltanet+window", layers=4),
     "windows4bit": Layout("window", layers=4, cache_bits=4),  # the default of `convert` where no heads are shipped
     "heads10": Layout("window", heads=10, cache_bits=4),
+    "by_layer": Layout("window", heads=10, cache_bits=4, windows=PLANNED),  # as `convert` plans them
 }
 
 
@@ -101,4 +110,6 @@ def _table(layout: Layout, config: Any) -> LayerTable:
     else:
         kept = {divmod(index, heads) for index in range(layout.heads // 2, layers * heads, layout.heads)}
         table = LayerTable.by_heads(*recommended(layout.mixer, teacher=config), layers, heads, kept)
+    if layout.windows:
+        table = table.with_windows([layout.windows[len(layout.windows) * i // layers] for i in range(layers)])
     return replace(table, cache_bits=layout.cache_bits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,22 @@ class Harness:
         data: folder of local files; None loads rows from the Hub.
         limit: largest number of rows per task (BLiMP counts as one task); None for no limit.
         ruler: how RULER's texts are made; None leaves out its tasks.
+        chat: renders the messages of a chat as a prompt, as `apply_chat_template` of lm-eval's models does; None gives
+            prompts as they are.
 
     Raises UserError if no task has data or rows cannot be loaded.
     """
 
     def __init__(
-        self, tasks: tuple[SuiteTask, ...], data: Path | None, limit: int | None, ruler: Ruler | None = None
+        self,
+        tasks: tuple[SuiteTask, ...],
+        data: Path | None,
+        limit: int | None,
+        ruler: Ruler | None = None,
+        chat: Callable[..., Any] | None = None,
     ) -> None:
         quiet_lm_eval()
+        self._chat = {"apply_chat_template": chat is not None, "chat_template": chat}
         self.missing: list[str] = []
         self.parts: dict[str, list[ConfigurableTask]] = {}
         self.tasks: list[SuiteTask] = []
@@ -91,7 +100,7 @@ class Harness:
             part.set_fewshot_seed(seed=1234)
             rows = draw_rows(part.config.task, len(part.eval_docs), each)
             with contextlib.redirect_stderr(io.StringIO()):  # hides one progress bar per task, of which BLiMP has 67
-                part.build_all_requests(samples=rows, rank=0, world_size=1)
+                part.build_all_requests(samples=rows, rank=0, world_size=1, **self._chat)
             built.append(part)
         return built
 

@@ -9,6 +9,7 @@ Every row of the results file is one model in a cache of one number of bits:
 - mb_2k, mb_8k, mb_32k: MB of one sequence of so many tokens (`deltanet_hf.models.cache_bits.stored_bytes`);
 - the columns of `hybrid_row.py` and, with `--tasks`, of `task_suites.py` with their standard errors, and `missing`:
   task column without a value -> what it lacks;
+- tokens_per_s, with `--tasks` on a GPU: decoding of one sequence after 2,048 tokens, by CUDA graph;
 - command: how the model was made, by the records in its folder, and measured.
 
 The outcomes of single windows and probes are kept in a folder named after OUT with `-items`, one file a row, so that
@@ -20,6 +21,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +30,14 @@ import typer
 from transformers import AutoTokenizer, PreTrainedModel
 
 from deltanet_convert.select import read_selection
+from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy, longest_window
+from deltanet_hf.evaluation.measures.decoding_mode import GRAPH
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable
+from measuring.benchmarks.model_at_points import ModelAtPoints
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.hybrid_row import figures, layer_facts, shown
@@ -42,6 +47,7 @@ from measuring.study.shared_figures import SharedFigures
 from measuring.study.task_suites import TaskSuites
 
 LENGTHS = {"mb_2k": 2048, "mb_8k": 8192, "mb_32k": 32768}
+DECODED = 1, LENGTHS["mb_2k"]  # sequences and tokens before the steps that are timed
 
 
 def parse_policy(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int, int]:
@@ -136,6 +142,9 @@ def main(
         if suites is not None:
             measured.clusters.update(suites(of))
             facts = facts | {"missing": suites.missing} | dict.fromkeys(suites.missing)
+            if device.type == "cuda":
+                timed = ModelAtPoints(serve(deepcopy(of)), {}, DECODED).measure(GRAPH, DECODED)
+                facts["tokens_per_s"] = round(1000 / timed["decode_ms"])
         row = {"run": run, "kind": kind, "bits": width, **facts}
         row |= {name: round(stored_bytes(of, count, width) / 1e6, 3) for name, count in LENGTHS.items()}
         row |= {name: value for name, value in figures(measured, references).items() if name not in LENGTHS}

@@ -6,16 +6,19 @@ In per cent, with the standard error NAME_se beside each value:
   that the model has positions for;
 - vt_4k: RULER's `ruler_vt`, the share of the expected variables;
 - completion: SQuAD, whether the text that is generated holds the answer;
-- ifeval: prompts of IFEval of which all instructions are followed (strict);
+- ifeval: all prompts of IFEval, in the chat template if the tokenizer has one; those of which all instructions are
+  followed (strict);
 - standard: accuracy over the eight tasks of the suite of this name, `ITEMS` items of each.
 
-Texts, prompts and scores are lm-eval's, without a chat template. Answers to RULER end after `ANSWER` tokens, where
-lm-eval lets niah_* have 128: they are to be the first tokens. A column without data or packages has no value; the row
-says what is missing.
+Texts, prompts and scores are lm-eval's, the others without a chat template. Answers to RULER end after `ANSWER` tokens,
+where lm-eval lets niah_* have 128: they are to be the first tokens. A column without data or packages has no value; the
+row says what is missing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +31,7 @@ from deltanet_hf.evaluation.tasks.suites import SUITES, SuiteTask, missing_packa
 COLUMNS = ("niah_2k", "niah_4k", "niah_8k", "niah_16k", "niah_32k", "vt_4k", "completion", "ifeval", "standard")
 ITEMS = 500
 RULER_ITEMS = {2048: 128, 4096: 128, 8192: 128, 16384: 32, 32768: 16}  # by the tokens of a text
+IFEVAL_ROWS = 541  # all prompts together: their answers of 1,280 tokens take as many steps for one as for all
 ANSWER = 32  # tokens
 NIAH, VT = ("niah_single_1", "niah_multikey_2"), ("ruler_vt",)
 LENGTHS = {
@@ -74,8 +78,12 @@ class TaskSuites:
             if files := missing_files([task.name for task in tasks], data):
                 self.missing[column] = f"no {', '.join(files)}"
             else:
-                items = min(limit or ITEMS, ITEMS)
-                self.parts.append(_part(tasks, data, items, {column: [task.name for task in tasks]}, "auto"))
+                of = {column: [task.name for task in tasks]}
+                if column == "ifeval":
+                    chat = partial(tokenizer.apply_chat_template, tokenize=False) if tokenizer.chat_template else None
+                    self.parts.append(_part(tasks, data, limit, of, IFEVAL_ROWS, chat=chat))
+                else:
+                    self.parts.append(_part(tasks, data, min(limit or ITEMS, ITEMS), of, "auto"))
         known = {task.name: task for task in SUITES["ruler"].tasks}
         absent = missing_packages("ruler")
         for length, columns in LENGTHS.items():
@@ -111,10 +119,11 @@ def _part(
     columns: dict[str, list[str]],
     rows: int | str,
     ruler: Any = None,
+    chat: Callable[..., Any] | None = None,
 ) -> Part:
     from deltanet_hf.evaluation.tasks.harness import Harness
 
-    harness = Harness(tasks, data, items, ruler)
+    harness = Harness(tasks, data, items, ruler, chat)
     for instance in (i for parts in harness.parts.values() for part in parts for i in part.instances):
         if ruler is not None:
             options = instance.args[1]
