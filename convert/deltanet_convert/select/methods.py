@@ -13,9 +13,8 @@ METHODS = ("forward", "gradient", "kl", "uniform")
 EXPORTABLE = "exportable"  # how the file names the choice of `--exportable`
 
 SCORED_ALWAYS = 48  # up to so many candidates, each is scored in every round
-SWEPT_FIRST = 4  # with more, all are scored in the first rounds and whenever the number of kept units has doubled
-SWEEP_STEP = 4  # a sweep uses every 4th probe
-SHORTLIST = 6  # the candidates that gained most when they were last scored are then scored on all probes
+RANKING_STEP = 4  # more are ranked by derivatives on every 4th probe
+SHORTLIST = 6  # the steepest of them are then scored on all probes
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Round:
     gains: dict[Unit, float]
 
 
-NextUnit = Callable[[list[Unit], dict[Unit, float]], Round]
-"""From the kept units, in order, and the gains last seen, to the round that keeps one more."""
+NextUnit = Callable[[list[Unit]], Round]
+"""From the kept units, in order, to the round that keeps one more."""
 
 
 class Forward:
@@ -43,21 +42,18 @@ class Forward:
     def __init__(self, score: Score, units: Sequence[Unit]) -> None:
         self.score, self.units = score, units
 
-    def __call__(self, kept: list[Unit], known: dict[Unit, float]) -> Round:
+    def __call__(self, kept: list[Unit]) -> Round:
         candidates = [unit for unit in self.units if unit not in kept]
-        gains: dict[Unit, float] = {}
         if len(self.units) > SCORED_ALWAYS:
-            if len(kept) < SWEPT_FIRST or (len(kept) & (len(kept) - 1)) == 0:
-                gains, _ = self._few.with_each(kept, candidates)
-            last = {**known, **gains}
-            candidates = sorted(sorted(candidates, key=lambda unit: -last[unit])[:SHORTLIST])
-        exact, scores = self.score.with_each(kept, candidates)
+            slopes = _slopes(self._few, kept, candidates)
+            candidates = sorted(sorted(candidates, key=lambda unit: -slopes[unit])[:SHORTLIST])
+        gains, scores = self.score.with_each(kept, candidates)
         best = min(candidates, key=lambda unit: scores[unit])
-        return Round(best, scores[best], {**gains, **exact})
+        return Round(best, scores[best], gains)
 
     @cached_property
     def _few(self) -> Score:
-        return self.score.thinned(SWEEP_STEP)
+        return self.score.thinned(RANKING_STEP)
 
 
 class Gradient:
@@ -66,8 +62,13 @@ class Gradient:
     def __init__(self, score: Score, units: Sequence[Unit]) -> None:
         self.score, self.units = score, units
 
-    def __call__(self, kept: list[Unit], known: dict[Unit, float]) -> Round:
-        derivatives = self.score.gradients(kept)
-        gains = {unit: -float(derivatives[unit].sum()) for unit in self.units if unit not in kept}
-        best = max(gains, key=lambda unit: gains[unit])
-        return Round(best, self.score.of([*kept, best]), gains)
+    def __call__(self, kept: list[Unit]) -> Round:
+        slopes = _slopes(self.score, kept, [unit for unit in self.units if unit not in kept])
+        best = max(slopes, key=lambda unit: slopes[unit])
+        return Round(best, self.score.of([*kept, best]), slopes)
+
+
+def _slopes(score: Score, kept: list[Unit], candidates: Sequence[Unit]) -> dict[Unit, float]:
+    """How steeply the score falls with the gate of each candidate."""
+    derivatives = score.gradients(kept)
+    return {unit: -float(derivatives[unit].sum()) for unit in candidates}

@@ -97,15 +97,13 @@ def _measured(
         journal.done(REFERENCES, references.to_json())
     units = task.candidates.units
     next_unit: NextUnit = (Gradient if options.method == "gradient" else Forward)(score, units)
-    known: dict[Unit, float] = {unit: gain for step in rounds for unit, gain in step.gains.items()}
 
     def most_important(count: int) -> list[Unit]:
         """The first `count` units, after as many rounds."""
         while len(rounds) < count:
-            step = next_unit([step.unit for step in rounds], known)
+            step = next_unit([step.unit for step in rounds])
             journal.round_done(len(rounds) + 1, step)
             rounds.append(step)
-            known.update(step.gains)
             show(len(rounds), task.count, f"{len(rounds)}/{task.count}: {_named(step.unit)}, score {step.score:.3f}")
         return [step.unit for step in rounds[:count]]
 
