@@ -7,6 +7,7 @@ a window and sinks are that of DuoAttention (arXiv 2410.10819).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.head_split import narrow_weights
-from deltanet_hf.mixers.layer.layer_kind import LayerKind
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.stateful import make_stateful
@@ -103,6 +104,15 @@ def restrict_heads(
             layer.self_attn = _split(attention, model.config, index, here, size)
     make_stateful(model)
     return model
+
+
+def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
+    """Give all windows of a model other lengths, by layer."""
+    decoder: Any = model.model
+    for layer, window in zip(decoder.layers, windows, strict=True):
+        for branch in branches_of(layer.self_attn).values():
+            if isinstance(branch, WindowAttention):
+                branch.settings = replace(branch.settings, window=window)
 
 
 def _check(attention: Any, index: int) -> None:

@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.layers_option import file_selection
 from deltanet_convert.select import for_convert, objectives, probes, read_selection, run
-from deltanet_convert.select.allocation import PATIENCE, Allocation, best_of, is_done
+from deltanet_convert.select.allocation import PATIENCE, Allocation, _Measure, best_of, is_done, sharing_copy
 from deltanet_convert.select.budget import Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.journal import SelectionJournal
 from deltanet_convert.select.probe_text import FORMATS
+from deltanet_convert.select.scoring import Scorer
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.spending import SHORTEST, Spending
+from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
 from deltanet_hf.errors import UserError
@@ -255,14 +258,30 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
     alike = task.spending.windows((), [1.0] * 4)
     assert alike is not None
 
-    def text_kl(windows: Sequence[int]) -> float:
-        return 1 / windows[FAR_LAYER]
+    def text_kls(others: Sequence[Sequence[int]]) -> list[float]:
+        return [1 / windows[FAR_LAYER] for windows in others]
 
-    shares = window_shares(task.spending, (), alike, PASSES[0], text_kl(alike), text_kl, lambda share: None)
+    (kl,) = text_kls([alike])
+    shares = window_shares(task.spending, (), alike, PASSES[0], kl, text_kls)
     windows = task.spending.windows((), shares)
     assert windows is not None
     assert windows[FAR_LAYER] > max(alike) > min(windows)
     kept = tuple((FAR_LAYER, head) for head in range(2))  # whose window is nobody's
-    shares = window_shares(task.spending, kept, alike, PASSES[0], text_kl(alike), text_kl, lambda share: None)
+    shares = window_shares(task.spending, kept, alike, PASSES[0], kl, text_kls)
     assert shares[FAR_LAYER] == 1.0
     assert task.spending.sizes.total((), windows) <= task.spending.allowed
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) -> None:
+    task = tiny_task(far, BUDGET)
+    loaded = task.teacher.load_weights(torch.device("cpu"))
+    shares: list[float] = []
+    scorer = Scorer(SwitchableModel(sharing_copy(loaded), task.candidates, 6, 1), shares.append)
+    measure = _Measure(task, loaded, scorer, 256, bits)
+    kept, windows = ((FAR_LAYER, 1 - FAR_HEAD),), (33, 33, 33, 33)
+    others = [(65, 33, 33, 33), (33, 129, 33, 33), (33, 33, 129, 33), (33, 33, 33, 65), (33, 33, 193, 65)]
+    found = measure.text_kls(kept, windows, others)
+    assert found == [pytest.approx(measure(kept, other)[0], rel=1e-6) for other in others]
+    assert len(set(found)) > 1
+    assert shares[-1] == 1.0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltanet_convert import job
 from deltanet_convert.select import for_convert, objectives, probes, read_selection, run
@@ -38,18 +39,25 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def killed_after(rounds: int, teacher: Path, out: Path, **options: Any) -> None:
-    """Runs a selection of three layers that dies after `rounds` rounds."""
+def killed_after(
+    rounds: int,
+    teacher: Path,
+    out: Path,
+    error: type[BaseException] = Killed,
+    seen: type[BaseException] = Killed,
+    **options: Any,
+) -> None:
+    """Runs a selection of three layers that an error ends after `rounds` rounds, `seen` as another one."""
     done = SelectionJournal.round_done
 
     def record(self: SelectionJournal, number: int, found: Any) -> None:
         done(self, number, found)
         if number == rounds:
-            raise Killed
+            raise error
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SelectionJournal, "round_done", record)
-        with pytest.raises(Killed):
+        with pytest.raises(seen):
             tiny_selection(teacher, out, "3", **options)
 
 
@@ -73,6 +81,13 @@ def test_finished_rounds_are_not_repeated(far: Path, tmp_path: Path, method: str
     assert said[0] == "continued after round 2"
     assert [line[:4] for line in said[1:]] == ["3/3:"]
     assert not journal.exists()
+
+
+def test_too_little_memory_is_an_error_and_finished_rounds_stay(far: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    killed_after(2, far, out, torch.OutOfMemoryError, UserError)
+    assert len(SelectionJournal.path_of(out).read_text().splitlines()) == 4
+    assert tiny_selection(far, out, "3") == tiny_selection(far, tmp_path / "whole.json", "3")
 
 
 def test_another_request_is_refused_or_starts_again(far: Path, tmp_path: Path) -> None:

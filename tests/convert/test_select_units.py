@@ -249,9 +249,9 @@ def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatc
     scored: list[int] = []
     each = scorer.with_each
 
-    def counted(objective: Any, kept: Any, more: Any) -> Any:
-        scored.append(len(more) * len(objective.ids))
-        return each(objective, kept, more)
+    def counted(objective: Any, layers: Any, change: Any) -> Any:
+        scored.append(len(layers) * len(objective.ids))
+        return each(objective, layers, change)
 
     monkeypatch.setattr(scorer, "with_each", counted)
     monkeypatch.setattr(methods, "SCORED_ALWAYS", 10)

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from deltanet_hf.models.cache_bits import use_cache_bits
-from deltanet_hf.models.restrict import restrict_heads
+from deltanet_hf.models.restrict import change_windows, restrict_heads
 
 from ..views.plan_view import shown_windows, size
 from .cache_sizes import SINKS
@@ -128,7 +128,7 @@ def allocations(
     for shares in PASSES[passed:]:
         best = best_of(found)
         kept, before = most_important(best.kept), best.windows
-        chosen = window_shares(spending, kept, before, shares, best.kl, partial(measure.text_kl, kept), scorer.tick)
+        chosen = window_shares(spending, kept, before, shares, best.kl, partial(measure.text_kls, kept, before))
         ratios = [share * window / min(before) for share, window in zip(chosen, before, strict=True)]
         shared = spending.windows(kept, ratios)
         if shared is not None and shared != before:
@@ -140,7 +140,7 @@ class _Measure:
     """Measures allocations as models, on running text and, unless a selection is by KL divergence, on answers."""
 
     def __init__(self, task: SelectionTask, model: PreTrainedModel, scorer: Scorer, length: int, bits: int) -> None:
-        self.model, self.local, self.bits = model, task.candidates.local, bits
+        self.model, self.local, self.bits, self.tick = model, task.candidates.local, bits, scorer.tick
         options, tokenizer = task.options, task.teacher.tokenizer
         before = max(0, length - POSITIONS)
         self.text = TextKL.of_texts(tokenizer, length, options.probes, before, 0, options.seed)
@@ -157,16 +157,22 @@ class _Measure:
         kl = float(scorer.losses(self.text, ()))
         return kl, None if self.answers is None else replace(self.answers, scorer=scorer).of(())
 
-    def text_kl(self, kept: Sequence[Unit], windows: Sequence[int]) -> float:
-        """The KL divergence alone."""
-        return float(self._scorer(kept, windows).losses(self.text, ()))
+    def text_kls(self, kept: Sequence[Unit], windows: Sequence[int], others: Sequence[Sequence[int]]) -> list[float]:
+        """The KL divergence alone, with each of other windows, of which most are as in `windows`."""
+        scorer = self._scorer(kept, windows)
+        layers = [next(i for i, window in enumerate(windows) if other[i] != window) for other in others]
+
+        def change(place: int | None) -> None:
+            change_windows(scorer.model.model, windows if place is None else others[place])
+
+        return scorer.with_each(self.text, layers, change)[1].squeeze(1).tolist()
 
     def _scorer(self, kept: Sequence[Unit], windows: Sequence[int]) -> Scorer:
         model = sharing_copy(self.model)
         heads = whole_heads(kept, self.local, int(model.config.num_key_value_heads))
         restrict_heads(model, heads, windows, SINKS)
         use_cache_bits(model, self.bits)
-        return Scorer(SwitchableModel(model, Candidates((), (), None), max(windows), SINKS))
+        return Scorer(SwitchableModel(model, Candidates((), (), None), max(windows), SINKS), self.tick)
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deltanet_hf.errors import UserError
 from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.safe_write import write_atomically
@@ -47,8 +49,8 @@ def run_selection(
         plot: whether to draw the scores beside the file.
 
     Raises:
-        UserError: the file exists or cannot be written, another process is writing it, or recall probes say nothing
-            about this teacher.
+        UserError: the file exists or cannot be written, another process is writing it, recall probes say nothing about
+            this teacher, or the GPU's memory is too small.
     """
     drawn = out.with_suffix(".png") if plot and task.spread is None else None
     for note in task.notes:
@@ -57,6 +59,11 @@ def run_selection(
         journal = SelectionJournal(out, _request(task), overwrite, task.candidates.units, drawn)
         try:
             order, scores, windows = _measured(task, journal, show) if task.spread is None else (task.spread, {}, None)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"{task.teacher.folder}: the GPU's memory is too small to measure the teacher; use --device cpu, which "
+                "takes hours, or a larger GPU; the same command goes on after the last round"
+            ) from error
         except UserError:
             if not journal.steps:  # nothing worth continuing
                 journal.remove()

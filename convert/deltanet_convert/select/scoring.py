@@ -1,4 +1,4 @@
-"""Losses of a switchable model: of one set of kept units, of that set with each of several more, and derivatives."""
+"""Losses of a switchable model: of one set of kept units, with each of several changes, and derivatives."""
 
 from __future__ import annotations
 
@@ -43,18 +43,24 @@ class Scorer:
         return total / objective.counts()
 
     @torch.no_grad()
-    def with_each(self, objective: Objective, kept: Sequence[Unit], more: Sequence[Unit]) -> tuple[Tensor, Tensor]:
-        """Losses [P] with the units `kept`, and [len(more), P] with each of `more` besides."""
-        base, totals = torch.zeros(len(objective.names)), torch.zeros(len(more), len(objective.names))
+    def with_each(
+        self, objective: Objective, layers: Sequence[int], change: Callable[[int | None], None]
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [P] of the model after change(None), and [N, P] after change(0), change(1), ...
+
+        Args:
+            layers: [N], the first layer whose output each of the changes moves; those below are not computed again.
+        """
+        base, totals = torch.zeros(len(objective.names)), torch.zeros(len(layers), len(objective.names))
         work = list(self._batches(objective))
         for done, (start, ids) in enumerate(work):
-            self.model.keep(kept)
+            change(None)
             base += objective.sums(self.model.logits(ids, objective.positions, record=True), start).cpu()
-            for place, unit in enumerate(more):
-                self.model.keep([*kept, unit])
-                logits = self.model.logits_from(unit[0], ids, objective.positions)
+            for place, layer in enumerate(layers):
+                change(place)
+                logits = self.model.logits_from(layer, ids, objective.positions)
                 totals[place] += objective.sums(logits, start).cpu()
-                self.tick((done + (place + 1) / len(more)) / len(work))
+                self.tick((done + (place + 1) / len(layers)) / len(work))
         self.model.forget()
         return base / objective.counts(), totals / objective.counts()
 
@@ -132,7 +138,11 @@ class Score:
 
     def with_each(self, kept: Sequence[Unit], more: Sequence[Unit]) -> tuple[dict[Unit, float], dict[Unit, float]]:
         """The gain of each of `more`, which it takes off the score with the units `kept`, and the score with it."""
-        base, losses = self.scorer.with_each(self.objective, kept, more)
+
+        def keep(place: int | None) -> None:
+            self.scorer.model.keep(kept if place is None else [*kept, more[place]])
+
+        base, losses = self.scorer.with_each(self.objective, [unit[0] for unit in more], keep)
         before, scores = float(self.rescaled(base)), dict(zip(more, self.rescaled(losses).tolist(), strict=True))
         return {unit: before - score for unit, score in scores.items()}, scores
 

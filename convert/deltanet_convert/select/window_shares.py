@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .scoring import Tick
 from .spending import Spending
 from .units import Unit
 
@@ -26,8 +25,7 @@ def window_shares(
     windows: Sequence[int],
     shares: Sequence[float],
     kl: float,
-    text_kl: Callable[[Sequence[int]], float],
-    tick: Tick,
+    text_kls: Callable[[Sequence[Sequence[int]]], list[float]],
 ) -> list[float]:
     """The best of the shares for each layer; the first, 1, for layers without a window, which no share changes.
 
@@ -35,16 +33,17 @@ def window_shares(
         kept: units that stay whole.
         windows: those of the others, by layer, which fit the budget.
         kl: the KL divergence with these.
-        text_kl: the KL divergence with others.
-        tick: called with the share of the work that is done.
+        text_kls: the KL divergence with each of others.
     """
     before = spending.sizes.total(kept, windows)
-    losses, sizes = [], []
+    measured: list[list[int]] = []
+    sizes = []
     for layer, window in enumerate(windows):
         tried = [[*windows[:layer], spending.in_groups(window * share), *windows[layer + 1 :]] for share in shares]
         sizes.append([spending.sizes.total(kept, some) - before for some in tried])
-        losses.append([text_kl(some) if size else kl for some, size in zip(tried, sizes[-1], strict=True)])
-        tick((layer + 1) / len(windows))
+        measured += [some for some, size in zip(tried, sizes[-1], strict=True) if size]
+    found = iter(text_kls(measured))
+    losses = [[next(found) if size else kl for size in row] for row in sizes]
     return [shares[place] for place in cheapest(losses, sizes, spending.allowed - before)]
 
 
