@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.errors import UserError
-
 PREFIX = "deltanet_"
 
 
@@ -71,13 +69,3 @@ UNPACKABLE = ("gpt_oss",)  # transformers makes their masks without positions, s
 def caps_scores(config: PreTrainedConfig | type[PreTrainedConfig]) -> bool:
     """Whether softmax scores are capped, as C tanh(s / C) (Gemma 2). PyTorch's attention (SDPA) has no cap."""
     return getattr(config, "attn_logit_softcapping", None) is not None
-
-
-def family_of(model_type: str) -> Family:
-    """The row for a teacher's (or a converted model's) `model_type`; UserError with the supported list otherwise."""
-    family = FAMILIES.get(model_type.removeprefix(PREFIX))
-    if family is None:
-        raise UserError(
-            f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
-        )
-    return family

@@ -9,12 +9,10 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.lesions import (
-    exact_with_zeroed_states,
     switch_off_softmax,
     switch_off_state,
     switch_off_window,
 )
-from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_teacher
 
@@ -62,28 +60,6 @@ def test_window_off_leaves_the_state() -> None:
     for lesion in (switch_off_window, switch_off_state):
         with pytest.raises(UserError, match="no layer with a window beside its state"):
             lesion(plain)
-
-
-@torch.no_grad()
-def test_zeroed_states_forget_what_was_read() -> None:
-    """With all states at zero before the question, a pure model gives what it gives without the context."""
-    model = tiny_student("llama", conv_size=0, rope=False)
-    for layer in model.model.layers:  # states that last, and weigh more than the last token
-        layer.self_attn.o_proj.weight *= 5
-        layer.self_attn.decay.A_log.fill_(-8)
-    rows = torch.randint(3, 97, (6, 60), generator=torch.Generator().manual_seed(1))
-    probes, expected = [], []
-    for row in rows:
-        question = row[None, 34:50]
-        alone = int(model(question).logits[0, -1].argmax())
-        read = int(model(row[None, :50]).logits[0, -1].argmax())
-        for answer in (alone, read):
-            probes.append(Probe((*row[:50].tolist(), answer), ((50, 51),)))
-            expected.append(answer == alone)
-    assert exact_with_zeroed_states(model, probes) == expected
-    assert not all(expected)
-    with pytest.raises(UserError, match="no layer with a recurrent state"):
-        exact_with_zeroed_states(tiny_teacher("llama"), probes)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.probes import Probe, score_probes
+from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.scores import clustered_score, mean_score, perplexity_score
 from deltanet_hf.evaluation.measures.speed import measure_speed
 from deltanet_hf.evaluation.measures.text_scores import score_repeat, score_text
@@ -70,10 +70,9 @@ def test_probes_count_what_greedy_decoding_gives() -> None:
         Probe(tuple(wrong), ((32, 35), (32, 34))),
         Probe(tuple(short), ((20, 22),)),
     ]
-    assert score_probes(model, probes[:1]).value == 1
-    assert score_probes(model, probes[1:2]).value == 0.5
-    assert score_probes(model, probes).value == 0.75
-    assert score_probes(model, probes).items == 3
+    found = answer_outcomes(model, probes)
+    assert found.exact.tolist() == [True, False, True, True]
+    assert found.owners.tolist() == [0, 1, 1, 2]
 
 
 def test_associative_recall_asks_every_key_once(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -14,12 +14,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import LayerTable, converted_config
-from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.models.families import FAMILIES, family_of
+from deltanet_hf.models.families import FAMILIES
 from support.refusals import assert_refused
 from support.tiny_models import (
     HYBRID,
@@ -340,11 +339,6 @@ def test_a_second_save_is_complete_too(tmp_path: Path) -> None:
     assert names[0] == names[1]
     shutil.rmtree(tmp_path / "one")
     assert AutoConfig.from_pretrained(tmp_path / "two").deltanet["layers"] == ["linear"] * LAYERS
-
-
-def test_unsupported_families_are_refused_with_the_list() -> None:
-    with pytest.raises(UserError, match=r"'gpt2' is not supported; supported are gemma2, .*smollm3"):
-        family_of("gpt2")
 
 
 WRONG: list[tuple[str, object, str]] = [

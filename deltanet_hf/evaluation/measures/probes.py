@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.measures.continuations import LENGTH_STEP, token_budget
-from deltanet_hf.evaluation.measures.scores import Score, clustered_score
 
 _LOGITS_CUDA = 1 << 31  # elements of the logits of a batch: 4 GiB in bfloat16
 _ROWS = 4096  # positions whose logits are normalised in float32 at a time
@@ -79,12 +78,6 @@ def answer_outcomes(model: PreTrainedModel, probes: Sequence[Probe]) -> AnswerOu
     nats, first, exact = (np.concatenate([found[i][part] for i in range(len(probes))]) for part in range(3))
     owners = np.repeat(np.arange(len(probes)), [len(probe.answers) for probe in probes])
     return AnswerOutcomes(nats, first, exact, owners)
-
-
-def score_probes(model: PreTrainedModel, probes: Sequence[Probe]) -> Score:
-    """Share of answers that greedy decoding gives in full; the error is over probes."""
-    outcomes = answer_outcomes(model, probes)
-    return clustered_score(outcomes.exact.astype(float).tolist(), outcomes.owners.tolist())
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device, step: int = 1) -> Tensor:

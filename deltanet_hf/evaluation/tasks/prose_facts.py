@@ -78,7 +78,7 @@ _KINDS = {
         "{n} kept a",
     ),
 }  # fmt: skip
-PEOPLE, FACTS_EACH = 3, 2
+PEOPLE = 3
 
 
 def prose_facts(

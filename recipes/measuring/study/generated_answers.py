@@ -17,8 +17,8 @@ from deltanet_hf.evaluation.measures.probes import Probe
 def generated_answers(model: PreTrainedModel, probes: Sequence[Probe]) -> list[float]:
     """Per probe, 1 if its first answer is generated in full from the sequence up to its question, else 0.
 
-    It differs from `score_probes` in what computes it: the prompt is read into the cache and every token of the answer
-    is a decoding step of its own, as in use.
+    It differs from `answer_outcomes` in what computes it: the prompt is read into the cache and every token of the
+    answer is a decoding step of its own, as in use.
     """
     by_length: dict[int, list[int]] = defaultdict(list)  # equal lengths need no padding
     for index, probe in enumerate(probes):
