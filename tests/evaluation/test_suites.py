@@ -24,6 +24,7 @@ from measuring.study.generated_answers import greedy_tokens
 from measuring.study.results_row import load_for_measure
 from measuring.study.task_suites import COLUMNS, TaskSuites
 from measuring.study.unpadded_lm import continuations
+from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import tiny_teacher
 
 LENGTH = 2048  # bytes, for the tokenizer of the tests has one token per byte
@@ -133,6 +134,11 @@ def test_ifeval_counts_prompts_and_instructions(tmp_path: Path) -> None:
     found = answering(Harness(SUITES["ifeval"].tasks, tmp_path, None), lambda row, prompt: "No comma here.")["ifeval"]
     assert found.samples.tolist() == [1, 0]
     assert found.scores["inst_level_strict_acc"].value == pytest.approx(2 / 3)
+    tokenizer = tiny_tokenizer()
+    for template, prompt in ((None, "Write."), ("{{ messages[0].content }} Now!", "Write. Now!")):
+        tokenizer.chat_template = template
+        (part,) = Harness(SUITES["ifeval"].tasks, tmp_path, None, chat=tokenizer).parts["ifeval"]
+        assert [instance.args[0] for instance in part.instances] == [prompt] * 2
 
 
 def test_suites_name_known_tasks() -> None:

@@ -118,9 +118,10 @@ def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, lo
     documents = (text for path in sources for text in TextFile(path, option="--haystack").documents())
     haystack = encode_documents(documents, tokenizer, _HAYSTACKS * context)
     ruler = Ruler(options.length, str(loadable_folder(options.teacher))) if options.suite == "ruler" else None
+    chat = tokenizer if suite.chat else None
     probes = min(suite.probes, options.limit or suite.probes)
     return Material(
-        harness=Harness(suite.tasks, options.data, options.limit, ruler) if suite.tasks else None,
+        harness=Harness(suite.tasks, options.data, options.limit, ruler, chat) if suite.tasks else None,
         texts=texts,
         repeat=windows(haystack, repeated, count) if repeat is None else repeat,
         recall=_recall(suite, tokenizer, haystack, context, probes),

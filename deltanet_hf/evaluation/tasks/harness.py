@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
+from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.measures.relative import Clusters
@@ -49,8 +50,7 @@ class Harness:
         data: folder of local files; None loads rows from the Hub.
         limit: largest number of rows per task (BLiMP counts as one task); None for no limit.
         ruler: how RULER's texts are made; None leaves out its tasks.
-        chat: renders the messages of a chat as a prompt, as `apply_chat_template` of lm-eval's models does; None gives
-            prompts as they are.
+        chat: puts the prompts into its chat template, if it has one; None leaves them as they are.
 
     Raises UserError if no task has data or rows cannot be loaded.
     """
@@ -61,10 +61,13 @@ class Harness:
         data: Path | None,
         limit: int | None,
         ruler: Ruler | None = None,
-        chat: Callable[..., Any] | None = None,
+        chat: PreTrainedTokenizerBase | None = None,
     ) -> None:
         quiet_lm_eval()
-        self._chat = {"apply_chat_template": chat is not None, "chat_template": chat}
+        self._chat: dict[str, Any] = {}
+        if chat is not None and chat.chat_template is not None:
+            template = partial(chat.apply_chat_template, tokenize=False)
+            self._chat = {"apply_chat_template": True, "chat_template": template}
         self.missing: list[str] = []
         self.parts: dict[str, list[ConfigurableTask]] = {}
         self.tasks: list[SuiteTask] = []

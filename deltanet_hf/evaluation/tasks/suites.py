@@ -88,6 +88,7 @@ class Suite:
         prose_lengths: lengths of the probes with facts in running text, in tokens.
         text_window: tokens per window of a text.
         repeated: tokens per segment of the exact repeat.
+        chat: whether prompts are put into the tokenizer's chat template, if it has one.
     """
 
     tasks: tuple[SuiteTask, ...]
@@ -98,6 +99,7 @@ class Suite:
     prose_lengths: tuple[int, ...] = ()
     text_window: int = 1024
     repeated: int = 256
+    chat: bool = False
 
 
 _LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -109,7 +111,7 @@ SUITES = {
     "standard": Suite(STANDARD),
     "ruler": Suite(RULER),
     "completion": Suite(COMPLETION),
-    "ifeval": Suite(IFEVAL),
+    "ifeval": Suite(IFEVAL, chat=True),
 }
 PACKAGES = {"ruler": ("nltk", "scipy", "wonderwords"), "ifeval": ("immutabledict", "langdetect", "nltk")}
 RULER_LENGTH = 4096  # tokens, unless another length is given

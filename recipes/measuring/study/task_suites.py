@@ -17,8 +17,6 @@ row says what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +78,7 @@ class TaskSuites:
             else:
                 of = {column: [task.name for task in tasks]}
                 if column == "ifeval":
-                    chat = partial(tokenizer.apply_chat_template, tokenize=False) if tokenizer.chat_template else None
-                    self.parts.append(_part(tasks, data, limit, of, IFEVAL_ROWS, chat=chat))
+                    self.parts.append(_part(tasks, data, limit, of, IFEVAL_ROWS, chat=tokenizer))
                 else:
                     self.parts.append(_part(tasks, data, min(limit or ITEMS, ITEMS), of, "auto"))
         known = {task.name: task for task in SUITES["ruler"].tasks}
@@ -119,7 +116,7 @@ def _part(
     columns: dict[str, list[str]],
     rows: int | str,
     ruler: Any = None,
-    chat: Callable[..., Any] | None = None,
+    chat: PreTrainedTokenizerBase | None = None,
 ) -> Part:
     from deltanet_hf.evaluation.tasks.harness import Harness
 
