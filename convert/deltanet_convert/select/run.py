@@ -61,8 +61,8 @@ def run_selection(
             order, scores, windows = _measured(task, journal, show) if task.spread is None else (task.spread, {}, None)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"{task.teacher.folder}: the GPU's memory is too small to measure the teacher; use --device cpu, which "
-                "takes hours, or a larger GPU; the same command goes on after the last round"
+                f"{task.teacher.folder}: the GPU's memory is too small to measure the teacher; use a larger one, on "
+                "which the same command goes on after the last round, or --device cpu"
             ) from error
         except UserError:
             if not journal.steps:  # nothing worth continuing
