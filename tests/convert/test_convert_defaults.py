@@ -17,7 +17,7 @@ from deltanet_convert.select import for_convert, read_selection
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import main
-from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion, tiny_job
+from support.tiny_conversion import TOKENS, opened, quick_start, teacher_folder, text_file, tiny_conversion, tiny_job
 
 AUTO: dict[str, Any] = {"layers": "auto", "mixer": "gated_deltanet+window"}
 
@@ -198,7 +198,7 @@ def test_auto_keeps_a_quarter_or_half_of_the_candidates_and_at_least_one(
 def test_on_a_gpu_auto_plans_windows_where_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any], keep: str
 ) -> None:
-    asked = []
+    asked, lines = [], []
 
     def run(task: Any, *args: Any, **kwargs: Any) -> Any:
         asked.append((task.options.keep.text, task.spending is not None))
@@ -206,10 +206,10 @@ def test_on_a_gpu_auto_plans_windows_where_it_can(
 
     monkeypatch.setattr(for_convert, "chosen_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(for_convert, "run_selection", run)
+    chosen = for_convert.ConvertOptions(**{"layers": "auto", "mixer": "window", "cache_bits": 4} | options)
+    teacher = opened(teacher_folder(tmp_path / "teacher", family))
     with pytest.raises(UserError, match="not measured"):
-        tiny_job(
-            teacher_folder(tmp_path / "teacher", family),
-            tmp_path / "out",
-            **{"layers": "auto", "mixer": "window", "cache_bits": 4} | options,
-        )
-    assert asked == [(keep, keep == "11%@2k")]
+        for_convert.auto_selection(teacher, tmp_path / "out", chosen, lambda done, total, line: lines.append(line))
+    planned = keep == "11%@2k"
+    assert asked == [(keep, planned)]
+    assert lines == [for_convert.ON_GPU] * planned

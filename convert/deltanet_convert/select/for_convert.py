@@ -37,6 +37,10 @@ SHAPES: dict[str, dict[str, str | int]] = {
     },
 }  # the teachers of the shipped selections, by the keys of config.json that tell them from others
 USUAL_SHARE = "11%@2k"  # of the teacher's bytes: the point that the front recommends (docs/results.md)
+ON_GPU = (
+    f"Measuring the heads and windows that are worth {USUAL_SHARE} of the teacher's bytes, which takes minutes; "
+    "--layers every:4 keeps evenly spread layers at once."
+)
 NO_GPU = (
     "No GPU: the softmax layers are spread evenly, which keeps less recall than layers that were measured. On a "
     "machine with a GPU, `deltanet-hf select TEACHER` measures them; give its file as --layers FILE."
@@ -66,6 +70,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             show(0, 1, NO_GPU)
         elif not candidates.local and options.cache_bits < 16 and options.plans_windows:
             budget_text = USUAL_SHARE
+            show(0, 1, ON_GPU)
     budget = Budget.parse(budget_text, f"--layers {AUTO}:")
     choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device)
     task = plan_selection(teacher, choice, options.table_of((), teacher.config))
