@@ -90,6 +90,18 @@ def test_too_little_memory_is_an_error_and_finished_rounds_stay(far: Path, tmp_p
     assert tiny_selection(far, out, "3") == tiny_selection(far, tmp_path / "whole.json", "3")
 
 
+def test_too_little_memory_for_the_first_losses_leaves_no_file(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(run.References, "measure", fails)
+    with pytest.raises(UserError, match=r"memory is too small to measure the teacher; .* or --device cpu$"):
+        tiny_selection(far, tmp_path / "s.json", "3")
+    assert not SelectionJournal.path_of(tmp_path / "s.json").exists()
+
+
 def test_another_request_is_refused_or_starts_again(far: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     killed_after(1, far, out)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from deltanet_convert.select import read_selection
+from deltanet_convert.select.for_convert import SHIPPED
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES, MOST_STEPS
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
-from deltanet_hf.evaluation.speed.random_models import SHAPES
+from deltanet_hf.evaluation.speed.random_models import PLANNED, SHAPES
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from measuring import rows as row_files
 from measuring.benchmarks import end_to_end, model_at_points
@@ -200,3 +202,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         (tmp_path / "f.json").write_text(text)
         with pytest.raises(UserError, match=r"f.json: not a file of this command"):
             benchmark(options(tmp_path / "f.json"))
+
+
+def test_windows_by_layer_are_those_of_the_shipped_plan() -> None:
+    assert read_selection(SHIPPED / "smollm2-135m-instruct.json").planned_windows == PLANNED

@@ -59,15 +59,15 @@ def run_selection(
         journal = SelectionJournal(out, _request(task), overwrite, task.candidates.units, drawn)
         try:
             order, scores, windows = _measured(task, journal, show) if task.spread is None else (task.spread, {}, None)
-        except torch.OutOfMemoryError as error:
+        except (UserError, torch.OutOfMemoryError) as error:
+            if not journal.steps:  # nothing worth continuing
+                journal.remove()
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{task.teacher.folder}: the GPU's memory is too small to measure the teacher; use a larger one, on "
                 "which the same command goes on after the last round, or --device cpu"
             ) from error
-        except UserError:
-            if not journal.steps:  # nothing worth continuing
-                journal.remove()
-            raise
         selection = task.selection(order, scores, windows)
         write_atomically(out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
         if drawn is not None:

@@ -8,7 +8,7 @@ In per cent, with the standard error NAME_se beside each value:
 - completion: SQuAD, whether the text that is generated holds the answer;
 - ifeval: all prompts of IFEval, in the chat template if the tokenizer has one; those of which all instructions are
   followed (strict);
-- standard: accuracy over the eight tasks of the suite of this name, `ITEMS` items of each.
+- standard: accuracy over the eight tasks of the suite of this name, 500 items of each.
 
 Texts, prompts and scores are lm-eval's, the others without a chat template. Answers to RULER end after `ANSWER` tokens,
 where lm-eval lets niah_* have 128: they are to be the first tokens. A column without data or packages has no value; the
@@ -27,9 +27,9 @@ from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.tasks.suites import SUITES, SuiteTask, missing_packages
 
 COLUMNS = ("niah_2k", "niah_4k", "niah_8k", "niah_16k", "niah_32k", "vt_4k", "completion", "ifeval", "standard")
-ITEMS = 500
+SETS: dict[str, tuple[int, int | str]] = {"standard": (500, "auto"), "completion": (500, "auto"), "ifeval": (541, 541)}
+"""Items of a task, and how many are answered together: of IFEval all, for 1,280 tokens take as many steps for one."""
 RULER_ITEMS = {2048: 128, 4096: 128, 8192: 128, 16384: 32, 32768: 16}  # by the tokens of a text
-IFEVAL_ROWS = 541  # all prompts together: their answers of 1,280 tokens take as many steps for one as for all
 ANSWER = 32  # tokens
 NIAH, VT = ("niah_single_1", "niah_multikey_2"), ("ruler_vt",)
 LENGTHS = {
@@ -58,7 +58,7 @@ class TaskSuites:
     Args:
         data: folder of NAME/SPLIT.jsonl.gz files.
         teacher: folder of the teacher, whose tokenizer counts the tokens of RULER's texts.
-        limit: largest number of items per task; None for `ITEMS` and `RULER_ITEMS`.
+        limit: largest number of items per task; None for those of `SETS` and `RULER_ITEMS`.
     """
 
     def __init__(
@@ -71,16 +71,13 @@ class TaskSuites:
         self.tokenizer = tokenizer
         self.missing: dict[str, str] = {}
         self.parts: list[Part] = []
-        for column in ("standard", "completion", "ifeval"):
-            tasks = SUITES[column].tasks
-            if files := missing_files([task.name for task in tasks], data):
+        for column, (items, rows) in SETS.items():
+            tasks, chat = SUITES[column].tasks, tokenizer if SUITES[column].chat else None
+            of = {column: [task.name for task in tasks]}
+            if files := missing_files(of[column], data):
                 self.missing[column] = f"no {', '.join(files)}"
             else:
-                of = {column: [task.name for task in tasks]}
-                if column == "ifeval":
-                    self.parts.append(_part(tasks, data, limit, of, IFEVAL_ROWS, chat=tokenizer))
-                else:
-                    self.parts.append(_part(tasks, data, min(limit or ITEMS, ITEMS), of, "auto"))
+                self.parts.append(_part(tasks, data, min(limit or items, items), of, rows, chat=chat))
         known = {task.name: task for task in SUITES["ruler"].tasks}
         absent = missing_packages("ruler")
         for length, columns in LENGTHS.items():
