@@ -48,21 +48,21 @@ def _scale_and_low(word, BITS: tl.constexpr):
 @triton.jit
 def _pairs_of_scales(words, BITS: tl.constexpr, PAIRS: tl.constexpr):
     """The scales and the lowest numbers, pairs of bfloat16, of pairs of words; of 4 bits if PAIRS."""
-    if PAIRS:  # h by its bits; 128 + 64 + z, less 64 + 128 + 15, times h; h * 2 by another bit of the exponent
-        h = ((words >> 5) & 0x07FC07FC) + ((127 + LEAST_HALF_STEP) * 0x00800080)
+    if PAIRS:  # 2 h by its bits; half of 128 + 64 + z, less 64 + 128 + 15, times 2 h
+        scale = ((words >> 5) & 0x07FC07FC) + ((128 + LEAST_HALF_STEP) * 0x00800080)
         low = tl.inline_asm_elementwise(
             """{
-            .reg .b32 n, one, least, none;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 least, 0xC34FC34F;
+            .reg .b32 n, half, least, none;
+            mov.b32 half, 0x3F003F00;
+            mov.b32 least, 0xC2CFC2CF;
             mov.b32 none, 0x80008000;
             lop3.b32 n, $1, 0x007F007F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 n, n, one, least;
+            fma.rn.bf16x2 n, n, half, least;
             fma.rn.bf16x2 $0, n, $2, none;
             }""",
-            "=r,r,r", [words, h], dtype=tl.int32, is_pure=True, pack=1,
+            "=r,r,r", [words, scale], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-        return h + 0x00800080, low
+        return scale, low
     first, first_low = _scale_and_low(words, BITS)
     second, second_low = _scale_and_low(words >> 16, BITS)
     return _pair(first, second), _pair(first_low, second_low)
