@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
 from deltanet_kernels.common.sequences import cut_chunks
 from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
 from deltanet_kernels.window.calls import WindowCall
-from deltanet_kernels.window.config import window_config
+from deltanet_kernels.window.config import key_heads, window_config
 from deltanet_kernels.window.forward import forward_kernel
 from deltanet_kernels.window.gradients_k import gradients_k_kernel, sink_sums_kernel
 from deltanet_kernels.window.gradients_q import gradients_q_kernel
@@ -103,12 +104,17 @@ def window_backward(
         )  # fmt: skip
     config = window_config("gradients_k", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.N, cu_seqlens)
+    heads = key_heads(HQ // HK, chunks.count * HK, multiprocessors(q.device))
+    if heads < HQ // HK:  # else one program's sums are complete
+        dk, dv = (make((HQ // HK // heads, *x.shape), dtype=torch.float32, device=x.device) for x in (k, v))
     launch(
-        gradients_k_kernel, chunks.count * HK,
+        gradients_k_kernel, chunks.count * (HQ // heads),
         q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys, values,
-        *lengths, window, scale, *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages, CAP=softcap,
-        GROUP=group, PRECISION=precision, num_warps=config.warps,
+        *lengths, window, scale, k.numel(), *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages,
+        CAP=softcap, GROUP=group, HEADS=heads, PRECISION=precision, num_warps=config.warps,
     )  # fmt: skip
+    if heads < HQ // HK:
+        dk, dv = (x.sum(0).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv
 
 

@@ -41,7 +41,7 @@ def window_config(kernel: str, D: int, sinks: int, dtype: torch.dtype) -> Window
         M, N, warps = (32, 32, 4) if BD <= 64 else (32, 16, 8) if BD == 128 else (16, 16, 8)
         return WindowConfig(M, N, 16, BD, warps, 1)
     if BD <= 64:
-        M, N, stages = 64, 64, 2
+        M, N, stages = 64, 64, {"forward": 2, "gradients_q": 3, "gradients_k": 1}[kernel]
     elif BD == 128:
         M, N, stages = {"forward": (64, 64, 2), "gradients_q": (64, 32, 2), "gradients_k": (32, 64, 2)}[kernel]
     else:
@@ -58,6 +58,14 @@ def step_heads(group: int, programs: int, processors: int) -> int:
     if programs <= 2 * processors:
         return 1
     return next(heads for heads in range(MAX_STEP_HEADS, 0, -1) if group % heads == 0)
+
+
+def key_heads(group: int, programs: int, processors: int) -> int:
+    """Query heads per program of the gradients of keys, of `group` that share keys; `programs` with all of them.
+
+    Apart they fill the chip where programs are few, and the longest ends sooner; together they read a key once.
+    """
+    return 1 if programs <= 2 * processors else group
 
 
 def step_places(D: int, places: int) -> int:

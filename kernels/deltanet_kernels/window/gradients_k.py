@@ -88,28 +88,33 @@ def _add(
     return dk_ND, dv_ND
 
 
-@triton.jit(do_not_specialize=["T", "window", "packed"])
+@triton.jit(do_not_specialize=["T", "window", "packed", "part"])
 def gradients_k_kernel(
     q, k, v, do, lse, delta, sums, dk, dv, cu_seqlens, row_of_chunk, first_chunk, seen_k, seen_v, T, packed, window,
-    scale,
+    scale, part,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk of BN keys and key head; it reads BM queries at a time."""
-    HEADS: tl.constexpr = HQ // HK
-    h = tl.program_id(0) % HK
-    c = tl.program_id(0) // HK
+    """One program per chunk of BN keys, key head and HEADS of its query heads; it reads BM queries at a time.
+
+    Sums over different query heads are `part` numbers apart in dk and dv.
+    """
+    PARTS: tl.constexpr = HQ // HK // HEADS
+    x = tl.program_id(0) % PARTS
+    h = tl.program_id(0) // PARTS % HK
+    c = tl.program_id(0) // (PARTS * HK)
     row, begin, flat, length, position, valid = locate_tile(c, cu_seqlens, row_of_chunk, first_chunk, T, BN, VARLEN)
     if valid <= 0:
         return
     d = tl.arange(0, BD)
     j = position + tl.arange(0, BN)
-    q += row * q_row + begin * q_token + (h * HEADS).to(tl.int64) * q_head
-    do += row * do_row + begin * do_token + (h * HEADS).to(tl.int64) * do_head
-    lse += flat * HQ + h * HEADS
-    delta += flat * HQ + h * HEADS
+    first = (h * PARTS + x) * HEADS
+    q += row * q_row + begin * q_token + first.to(tl.int64) * q_head
+    do += row * do_row + begin * do_token + first.to(tl.int64) * do_head
+    lse += flat * HQ + first
+    delta += flat * HQ + first
     factor = scale * LOG2E if CAP is None else scale / CAP
     dk_ND = tl.zeros([BN, BD], dtype=tl.float32)
     dv_ND = tl.zeros([BN, BD], dtype=tl.float32)
@@ -133,10 +138,11 @@ def gradients_k_kernel(
         q_token, q_head, do_token, do_head, HQ, GROUP, OWN, D, BM, STAGES, CAP, HEADS, PRECISION,
     )  # fmt: skip
     dk_ND *= scale
-    if position < SINKS:
+    if (position < SINKS) & (x == 0):
         n = tl.load(row_of_chunk + c).to(tl.int64) if VARLEN else row
         sink = sums + (n * 2 * HK + h) * (SINKS * D)
         dk_ND += load_rows(sink, j, D, SINKS, d, D)
         dv_ND += load_rows(sink + HK * SINKS * D, j, D, SINKS, d, D)
-    store_rows(dk + (flat * HK + h) * D, j, HK * D, length, d, D, dk_ND)
-    store_rows(dv + (flat * HK + h) * D, j, HK * D, length, d, D, dv_ND)
+    at = x.to(tl.int64) * part + (flat * HK + h) * D
+    store_rows(dk + at, j, HK * D, length, d, D, dk_ND)
+    store_rows(dv + at, j, HK * D, length, d, D, dv_ND)
