@@ -22,7 +22,7 @@ KINDS = {
     "heads10": "windows of one length",
     "windows4bit": "a quarter of the layers whole",
     "window25": "layers with states",
-    "hybrid25": "hybrid",
+    "hybrid25": "every fourth layer whole, states elsewhere",
     "all": "pure",
 }
 

@@ -148,7 +148,7 @@ def orthogonalise(x: torch.Tensor) -> torch.Tensor:
     for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT.contiguous() if tall else x  # strides like the weights', which one kernel then updates together
 
 
 def rate_factor(step: int, stage: StageBase) -> float:
