@@ -192,7 +192,7 @@ def teacher_of(recipe: Recipe) -> TeacherName:
     if "/" in name and not Path(name).is_absolute():
         return TeacherName(name, None)
     raise UserError(
-        f"teacher: {student / RECORD} names the folder {name!r}, which is not at {places[0]}; say where it is now: "
+        f"teacher: {student / RECORD} names {name!r}, but there is no model folder at {places[0]}; say where it is now: "
         "teacher=PATH"
     )
 
