@@ -14,16 +14,14 @@ from deltanet_hf.errors import UserError
 
 from .options import ConvertOptions
 from .select.for_convert import auto_selection
-from .select.run import Show, unseen
+from .select.run import Show
 from .select.selection_file import MAX_BYTES, Selection, parse_selection
 from .teacher_model import Teacher
 
 MAX_LIST_BYTES = 1_000_000
 
 
-def chosen_layers(
-    teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
-) -> tuple[int, ...] | Selection:
+def chosen_layers(teacher: Teacher, out: Path, options: ConvertOptions, show: Show) -> tuple[int, ...] | Selection:
     """The layers that `--layers` keeps softmax, by index, or the selection that `auto` makes or a file holds.
 
     Args:

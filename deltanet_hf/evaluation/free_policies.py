@@ -90,7 +90,6 @@ def window_of_bytes(
     kept: Collection[int],
     budget: int,
     tokens: int,
-    sinks: int = SINKS,
     heads: Sequence[tuple[int, int]] = (),
 ) -> WindowPolicy | None:
     """The policy with the smallest window whose cache takes at least `budget` bytes.
@@ -107,7 +106,7 @@ def window_of_bytes(
     Returns the teacher itself if no window of at most `tokens` tokens needs as much, and None if a window of one token
     already needs more.
     """
-    policy = WindowPolicy(tuple(sorted(kept)), None, sinks, tuple(sorted(heads)))
+    policy = WindowPolicy(tuple(sorted(kept)), None, SINKS, tuple(sorted(heads)))
 
     @functools.cache
     def size(window: int) -> int:

@@ -101,7 +101,7 @@ class FastMixer:
         x: Tensor,
         position_embeddings: PositionEmbeddings | None,
         call: LayerCall,
-        prompt_length: Tensor | None = None,
+        prompt_length: Tensor | None,
     ) -> Tensor:
         """Tokens without padding, or with padding after the first `prompt_length` tokens of a sequence.
 

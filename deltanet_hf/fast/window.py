@@ -25,7 +25,7 @@ def window_prefill(
     gate: Tensor | None,
     norm: Any,
     call: LayerCall,
-    prompt_length: Tensor | None = None,
+    prompt_length: Tensor | None,
 ) -> tuple[Tensor, State]:
     """As `WindowBranch.forward` of tokens without padding, with norm and gate of the state's output in one kernel.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.layer import ChannelRule, DeltaRule, MixCall, State
-from deltanet_hf.mixers.layer.channel_rule import ChannelDecayGate, channel_rule, gate_rank
+from deltanet_hf.mixers.layer.channel_rule import channel_rule
 from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE
 from deltanet_kernels import gated_rms_norm
 
@@ -34,13 +34,10 @@ class GatedDeltaNet2(ChannelRule):
     strengths = "other"
 
     def add_gates(self) -> None:
-        hidden, rank = self.q_proj.in_features, gate_rank(self.num_states, self.head_dim)
-        channels = self.num_states * self.head_dim
-        self.f_down = nn.Linear(hidden, rank, bias=False)
-        self.f_up = nn.Linear(rank, channels, bias=False)
+        super().add_gates()
+        hidden, channels = self.q_proj.in_features, self.num_states * self.head_dim
         self.erase_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
         self.write_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
-        self.decay = ChannelDecayGate(self.num_states, self.head_dim)
 
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay g and erase gate b [B, T, HV, K], write gate w [B, T, HV, V], float32; all 0 at padding."""

@@ -120,21 +120,20 @@ class LayerTable:
         mixer: str = "gated_deltanet",
         profile: str = "faithful",
         softmax: Collection[int] = (),
-        training: bool = True,
         teacher: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> LayerTable:
-        """One mixer with its recommended settings everywhere, but for the layers in `softmax`.
+        """One mixer with its recommended settings for training everywhere, but for the layers in `softmax`.
 
         Args:
             mixer: a name in `MIXER_NAMES`.
-            profile, training, teacher: see `recommended`.
+            profile, teacher: see `recommended`.
             changes: single settings that differ from the recommended ones.
 
         Raises:
             ValueError: an unknown mixer, profile or setting, or a setting with a wrong value.
         """
-        kind, defaults = recommended(mixer, profile, training, teacher)
+        kind, defaults = recommended(mixer, profile, True, teacher)
         settings = {**defaults.to_dict(), **changes}
         return cls.uniform(kind, kind.Settings.from_dict(settings, mixer), num_layers, softmax)
 

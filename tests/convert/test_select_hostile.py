@@ -28,7 +28,7 @@ LOSSES: dict[str, Any] = {"teacher": {"a": 1}, "windows": {"a": 2}, "dropped": {
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
-    monkeypatch.setattr(objectives, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:1]))
+    monkeypatch.setattr(objectives, "selection_probes", partial(probes.selection_probes, formats=FORMATS[:1]))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from support.tiny_selection import QUICK, tiny_selection, tiny_task
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short texts, probes of two formats, and plots that cost nothing."""
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
-    monkeypatch.setattr(objectives, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:2]))
+    monkeypatch.setattr(objectives, "selection_probes", partial(probes.selection_probes, formats=FORMATS[:2]))
     monkeypatch.setattr(run, "selection_plot", lambda selection: b"plot")
 
 

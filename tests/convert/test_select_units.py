@@ -17,7 +17,7 @@ from deltanet_convert.select import methods, probe_text, probes, run
 from deltanet_convert.select.methods import Forward
 from deltanet_convert.select.objectives import AnswerLoss, TextKL
 from deltanet_convert.select.probe_text import FORMATS
-from deltanet_convert.select.probes import haystack, recall_probes
+from deltanet_convert.select.probes import haystack, selection_probes
 from deltanet_convert.select.references import References
 from deltanet_convert.select.scoring import Score, Scorer
 from deltanet_convert.select.switchable import SwitchableModel, blended
@@ -106,7 +106,7 @@ def test_gate_derivatives_are_those_of_finite_differences(family: str) -> None:
     model = switchable(family, "kv_head")
     ids = rows()
     kept, unit = [model.candidates.units[0]], model.candidates.units[-1]
-    objective = TextKL(ids, WINDOW, SINKS)
+    objective = TextKL(ids, ids.shape[1] - WINDOW - SINKS)
     scorer = Scorer(model)
     scorer.losses(objective, None)
     found = scorer.gradients(objective, kept, torch.ones(1))
@@ -158,7 +158,7 @@ def test_layers_with_a_sliding_window_are_no_candidates() -> None:
 def test_probes_fill_their_length_and_ask_for_what_the_text_says() -> None:
     tokenizer = tiny_tokenizer()
     text = haystack(tokenizer)
-    found = recall_probes(tokenizer, text, 500, 3, 64, seed=5)
+    found = selection_probes(tokenizer, text, 500, 3, 64, seed=5)
     assert [probe.format for probe in found] == [kind.name for kind in FORMATS for _ in range(3)]
     for probe in found:
         assert len(probe.ids) == 500
@@ -167,16 +167,16 @@ def test_probes_fill_their_length_and_ask_for_what_the_text_says() -> None:
             answer, before = probe.ids[begin:end], probe.ids[:first]
             places = [i for i in range(len(before)) if before[i : i + len(answer)] == answer]
             assert places, probe.format
-    assert found == recall_probes(tokenizer, text, 500, 3, 64, seed=5)
-    assert found != recall_probes(tokenizer, text, 500, 3, 64, seed=6)
+    assert found == selection_probes(tokenizer, text, 500, 3, 64, seed=5)
+    assert found != selection_probes(tokenizer, text, 500, 3, 64, seed=6)
 
 
 def test_probes_that_do_not_fit_are_refused() -> None:
     tokenizer = tiny_tokenizer()
     with pytest.raises(UserError, match="--length 40: too short for a probe of the format"):
-        recall_probes(tokenizer, haystack(tokenizer), 40, 1, 4, seed=0)
+        selection_probes(tokenizer, haystack(tokenizer), 40, 1, 4, seed=0)
     with pytest.raises(UserError, match="shipped text has 100 tokens"):
-        recall_probes(tokenizer, np.zeros(100, dtype=np.int64), 900, 1, 4, seed=0)
+        selection_probes(tokenizer, np.zeros(100, dtype=np.int64), 900, 1, 4, seed=0)
 
 
 def word_lists(module: Any) -> set[str]:
@@ -243,7 +243,7 @@ def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatc
     model = far_teacher(num_hidden_layers=12).requires_grad_(False)
     switched = SwitchableModel(model, Candidates.of(model.config, "kv_head"), 6, 1)
     tokenizer = tiny_tokenizer()
-    objective = AnswerLoss(recall_probes(tokenizer, haystack(tokenizer), 400, 4, 6, seed=0))
+    objective = AnswerLoss(selection_probes(tokenizer, haystack(tokenizer), 400, 4, 6, seed=0))
     scorer = Scorer(switched)
     references = References.measure(scorer, objective)
     scored: list[int] = []

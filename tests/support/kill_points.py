@@ -95,7 +95,7 @@ def gguf_export(folder: Path) -> Work:
 def selection(folder: Path) -> Work:
     probes.CHARACTERS = 2000
     run_module.selection_plot = lambda selection: json.dumps(selection.to_json()).encode()
-    objectives.recall_probes = partial(probes.recall_probes, formats=FORMATS[:1])
+    objectives.selection_probes = partial(probes.selection_probes, formats=FORMATS[:1])
     teacher = far_folder(folder / "teacher")
     out = folder / "selection.json"
 

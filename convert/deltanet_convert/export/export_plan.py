@@ -58,9 +58,7 @@ class ExportPlan:
         return found
 
 
-def plan_export(
-    model: ConvertedModel, dtype: torch.dtype | None, shard_size: int, style: str = "transformers"
-) -> ExportPlan:
+def plan_export(model: ConvertedModel, dtype: torch.dtype | None, shard_size: int, style: str) -> ExportPlan:
     """Reads the norms and plans all tensors of the export.
 
     Args:

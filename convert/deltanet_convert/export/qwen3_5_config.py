@@ -24,7 +24,7 @@ LINEAR = (
 )
 
 
-def qwen3_5_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool = False) -> Qwen3_5TextConfig:
+def qwen3_5_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool) -> Qwen3_5TextConfig:
     """Makes the exported model's config.
 
     Args:

@@ -142,8 +142,7 @@ class _Measure:
     def __init__(self, task: SelectionTask, model: PreTrainedModel, scorer: Scorer, length: int, bits: int) -> None:
         self.model, self.local, self.bits, self.tick = model, task.candidates.local, bits, scorer.tick
         options, tokenizer = task.options, task.teacher.tokenizer
-        before = max(0, length - POSITIONS)
-        self.text = TextKL.of_texts(tokenizer, length, options.probes, before, 0, options.seed)
+        self.text = TextKL.of_texts(tokenizer, length, options.probes, min(length, POSITIONS), options.seed)
         scorer.losses(self.text, None)  # keeps the teacher's logits
         self.answers: Score | None = None
         if options.method != "kl":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltanet_hf.data import prefix_ids
 
-from .probes import Probe, haystack, recall_probes
+from .probes import Probe, haystack, selection_probes
 
 KL_STRIDE = 8  # every 8th position of running text is compared: neighbours see nearly the same context
 
@@ -64,8 +64,8 @@ class AnswerLoss(Objective):
 
     @classmethod
     def of_texts(cls, tokenizer: Any, length: int, count: int, window: int, seed: int) -> AnswerLoss:
-        """`count` probes of each format in the shipped texts; see `recall_probes`."""
-        return cls(recall_probes(tokenizer, haystack(tokenizer), length, count, window, seed))
+        """`count` probes of each format in the shipped texts; see `selection_probes`."""
+        return cls(selection_probes(tokenizer, haystack(tokenizer), length, count, window, seed))
 
     def sums(self, logits: Tensor, start: int) -> Tensor:
         mine = (self.rows >= start) & (self.rows < start + len(logits))
@@ -90,30 +90,26 @@ class AnswerLoss(Objective):
 
 
 class TextKL(Objective):
-    """KL(teacher || restricted model) in nats per token, on every 8th position of running text.
+    """KL(teacher || restricted model) in nats per token, on every 8th of the last positions of running text.
 
-    Only positions count that a window of `window` tokens and `sinks` sinks restricts.
-
-    Args:
-        ids: token ids [N, T].
-        teacher: logits [N, positions, V] of the teacher, filled in by `learn`.
+    Attributes:
+        teacher: the teacher's logits [positions / 8, V] of each row, which `learn` takes over.
     """
 
     names = ("text",)
 
-    def __init__(self, ids: Tensor, window: int, sinks: int) -> None:
-        self.ids = ids
-        self.positions = max(1, ids.shape[1] - window - sinks)
+    def __init__(self, ids: Tensor, positions: int) -> None:
+        self.ids, self.positions = ids, positions
         self.teacher: list[Tensor] = []
 
     @classmethod
-    def of_texts(cls, tokenizer: Any, length: int, count: int, window: int, sinks: int, seed: int) -> TextKL:
+    def of_texts(cls, tokenizer: Any, length: int, count: int, positions: int, seed: int) -> TextKL:
         """`count` rows of `length` tokens from random places of the shipped texts, each after `prefix_ids`."""
         text, prefix = haystack(tokenizer), prefix_ids(tokenizer)
         room = length - len(prefix)
         starts = np.random.default_rng(seed).integers(0, len(text) - room + 1, count)
         rows = np.stack([np.concatenate([prefix, text[start : start + room]]) for start in starts])
-        return cls(torch.from_numpy(rows.astype(np.int64)), window, sinks)
+        return cls(torch.from_numpy(rows.astype(np.int64)), positions)
 
     def learn(self, logits: Tensor) -> None:
         """Takes over the teacher's logits [B, positions, V] of the next rows."""
@@ -132,6 +128,6 @@ class TextKL(Objective):
 
     def thinned(self, step: int) -> TextKL:
         """Every `step`-th row."""
-        chosen = TextKL(self.ids[::step], 0, 0)
-        chosen.positions, chosen.teacher = self.positions, self.teacher[::step]
+        chosen = TextKL(self.ids[::step], self.positions)
+        chosen.teacher = self.teacher[::step]
         return chosen

@@ -39,7 +39,7 @@ def haystack(tokenizer: Any) -> np.ndarray:
     return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
 
-def recall_probes(
+def selection_probes(
     tokenizer: Any,
     text: np.ndarray,
     length: int,

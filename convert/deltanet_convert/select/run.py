@@ -170,7 +170,8 @@ def _objective(task: SelectionTask) -> AnswerLoss | TextKL:
     options, tokenizer = task.options, task.teacher.tokenizer
     if options.method == "kl":
         rows = TEXT_ROWS * options.probes
-        return TextKL.of_texts(tokenizer, task.length, rows, options.window, options.sinks, options.seed)
+        restricted = max(1, task.length - options.window - options.sinks)  # the positions that do not see all
+        return TextKL.of_texts(tokenizer, task.length, rows, restricted, options.seed)
     return AnswerLoss.of_texts(tokenizer, task.length, options.probes, options.window, options.seed)
 
 

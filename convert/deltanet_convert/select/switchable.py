@@ -40,7 +40,7 @@ class SwitchableModel:
         decoder: Any = model.model
         self.layers = decoder.layers
         self.full = torch.ones(len(self.layers), self.kv_heads, dtype=torch.bool)
-        self.gates: Tensor | None = None  # [L, KV] float, while derivatives are taken (gates.py)
+        self.gates: Tensor | None = None  # [L, KV] float, while derivatives are taken (`blended`)
         self._first = 0
         self._saved: list[Tensor | None] = [None] * len(self.layers)
         self._recording = False

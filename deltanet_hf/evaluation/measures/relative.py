@@ -47,10 +47,8 @@ class Clusters:
         return Score(self.mean, math.sqrt(variance), count)
 
 
-def relative_score(
-    student: Clusters, teacher: Clusters, control: Clusters, least: float = LEAST_TEACHER
-) -> Score | None:
-    """(student - control) / (teacher - control); None if the teacher is below `least` or not above the control.
+def relative_score(student: Clusters, teacher: Clusters, control: Clusters) -> Score | None:
+    """(student - control) / (teacher - control); None if the teacher is below LEAST_TEACHER or not above the control.
 
     The control is the teacher without the facts, or without the context that holds them.
     """

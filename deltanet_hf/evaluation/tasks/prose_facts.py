@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.evaluation.tasks.haystack import Haystack
+from deltanet_hf.evaluation.tasks.suites import SEED
 
 _TITLES = ("Mrs.", "Mr.", "Miss", "Doctor", "Captain", "Professor", "Judge", "Aunt", "Uncle", "Colonel")
 _NAMES = (
@@ -81,9 +82,7 @@ _KINDS = {
 PEOPLE = 3
 
 
-def prose_facts(
-    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, count: int = 64, seed: int = 1234
-) -> list[Probe]:
+def prose_facts(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, count: int = 64) -> list[Probe]:
     """Probes of six facts each.
 
     Args:
@@ -93,7 +92,7 @@ def prose_facts(
 
     Raises UserError if the text is too short, or `length` too small.
     """
-    rng = random.Random(f"{seed} prose {length}")
+    rng = random.Random(f"{SEED} prose {length}")
 
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False)["input_ids"])

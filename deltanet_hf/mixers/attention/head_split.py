@@ -15,22 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.routed_config import PartConfig
 
 
-class NarrowConfig:
-    """A family's configuration with other head counts; everything else is read from the configuration itself.
-
-    It is not a copy, so that a later change of the attention implementation reaches every part.
-    """
+class NarrowConfig(PartConfig):
+    """A family's configuration with other head counts. A later change of the attention function reaches every part."""
 
     def __init__(self, config: PreTrainedConfig, query_heads: int, kv_heads: int, head_dim: int) -> None:
         self.whole = config
         self.num_attention_heads, self.num_key_value_heads, self.head_dim = query_heads, kv_heads, head_dim
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "whole" not in self.__dict__:  # while it is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.whole, name)
 
 
 def heads_part(attention: Any) -> bool:

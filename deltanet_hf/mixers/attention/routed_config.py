@@ -1,4 +1,4 @@
-"""Hands the attention of a family to a function of this package."""
+"""A family's configuration for parts of a layer, and for attention by a function of this package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
-class RoutedConfig:
-    """A family's configuration that names another attention function; all else is read from the configuration itself.
+class PartConfig:
+    """Has a few attributes of its own; all others are read from the configuration `whole`, also after they change."""
+
+    whole: PreTrainedConfig
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "whole" not in self.__dict__:  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+
+class RoutedConfig(PartConfig):
+    """A family's configuration that names another attention function.
 
     Args:
         config: the model's configuration, or that of some of its heads.
@@ -18,8 +29,3 @@ class RoutedConfig:
     def __init__(self, config: PreTrainedConfig, implementation: str) -> None:
         self.whole = config.whole if isinstance(config, RoutedConfig) else config
         self._attn_implementation = implementation
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "whole" not in self.__dict__:  # while it is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.whole, name)

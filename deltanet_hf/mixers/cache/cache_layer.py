@@ -23,9 +23,7 @@ def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> M
     """
     if isinstance(cache, MixerCacheLayer):
         return cache
-    while len(cache.layers) <= layer_idx:
-        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
-    layer = cache.layers[layer_idx]
+    layer = layer_at(cache, layer_idx)
     if not isinstance(layer, MixerCacheLayer):
         refuse_filled(layer, layer_idx, owner)
         layer = cache.layers[layer_idx] = new_layer(cache, owner)
@@ -33,6 +31,13 @@ def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> M
         refuse_filled(layer, layer_idx, owner)
         layer.owner = owner
     return layer
+
+
+def layer_at(cache: Cache, layer_idx: int) -> Any:
+    """The cache's layer of this index, made by the cache's own rule if there is none yet."""
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    return cache.layers[layer_idx]
 
 
 def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from deltanet_hf.mixers.cache.cache_layer import new_layer, refuse_filled
+from deltanet_hf.mixers.cache.cache_layer import layer_at, new_layer, refuse_filled
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, StaysOnDevice
 
 
@@ -156,9 +156,7 @@ def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], gro
     Raises:
         ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
     """
-    while len(cache.layers) <= layer_idx:
-        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
-    layer = cache.layers[layer_idx]
+    layer: Any = layer_at(cache, layer_idx)
     if not isinstance(layer, MixedCacheLayer):
         refuse_filled(layer, layer_idx, "mixed")
         parts: dict[str, Any] = {} if growing is None else {growing: layer}

@@ -59,7 +59,8 @@ class ChannelRule(DeltaRule):
         hidden, rank = self.q_proj.in_features, gate_rank(self.num_states, self.head_dim)
         self.f_down = nn.Linear(hidden, rank, bias=False)
         self.f_up = nn.Linear(rank, self.num_states * self.head_dim, bias=False)
-        self.b_proj = nn.Linear(hidden, self.num_states, bias=self.settings.gate_bias)
+        if self.strengths == "sigmoid":
+            self.b_proj = nn.Linear(hidden, self.num_states, bias=self.settings.gate_bias)
         self.decay = ChannelDecayGate(self.num_states, self.head_dim)
 
     def channel_decay(self, x: Tensor, padding: Tensor | None) -> Tensor:
