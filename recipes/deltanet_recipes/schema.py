@@ -55,6 +55,11 @@ class StageBase(Strict):
     def steps(self) -> int:
         return self.tokens // self.batch_tokens
 
+    @property
+    def layerwise(self) -> bool:
+        """Whether the stage trains one layer after the other."""
+        return False
+
 
 class Align(StageBase):
     """Trains the mixers alone: each converted layer learns the attention output of the teacher's layer on its input."""
@@ -72,13 +77,17 @@ class Align(StageBase):
     @model_validator(mode="after")
     def _cache_only_layerwise(self) -> Align:
         if self.cached_tokens is not None:
-            if self.mode != "layerwise":
+            if not self.layerwise:
                 raise ValueError("cached_tokens needs mode: layerwise")
             if self.cached_tokens % self.sequence_length:
                 raise ValueError("cached_tokens must be a multiple of sequence_length")
             if self.cached_tokens < self.batch_tokens:
                 raise ValueError("cached_tokens must hold at least one step (batch_tokens)")
         return self
+
+    @property
+    def layerwise(self) -> bool:
+        return self.mode == "layerwise"
 
 
 class DistilBase(StageBase):

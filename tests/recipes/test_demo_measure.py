@@ -32,7 +32,7 @@ def test_the_demo_compares_equal_bytes(folder: Path, monkeypatch: pytest.MonkeyP
     measure = demo.DemoMeasure(folder / "teacher", students, folder / "measured.jsonl", print)
     student = measure.student("student")
     assert demo.softmax_layers(folder / "student") == [1]
-    teacher, packed, everywhere, spread, chosen = measure.baselines([1], student.megabytes[0], bits=4)
+    teacher, packed, everywhere, spread, chosen = measure.baselines([1], student.megabytes[0])
     assert teacher.kl == (0.0, 0.0) != packed.kl
     assert cache_bits_of(measure.teacher) == 16
     for row, bits in ((teacher, 16), (packed, 4)):
@@ -56,5 +56,5 @@ def test_a_copy_of_the_teacher_has_no_divergence(folder: Path) -> None:
     measure = demo.DemoMeasure(folder / "teacher", {"copy": folder / "teacher"}, folder / "measured.jsonl", print)
     copy = measure.student("copy")
     assert copy.kl[0] == pytest.approx(0.0, abs=1e-6)
-    assert copy.repeat == measure.baselines([1], copy.megabytes[0], bits=4)[0].repeat
+    assert copy.repeat == measure.baselines([1], copy.megabytes[0])[0].repeat
     assert demo.perplexity((math.log(3.0), 0.5)) == pytest.approx((3.0, 1.5))

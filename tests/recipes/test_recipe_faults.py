@@ -112,8 +112,9 @@ def test_the_loss_of_another_process_is_one_line(text: str) -> None:
 
 WORKER = """
 import time
-from deltanet_recipes.training.peers import end_with_launcher
-end_with_launcher(poll=0.05)
+from deltanet_recipes.training import peers
+peers.POLL = 0.05
+peers.end_with_launcher()
 print(".", flush=True)
 time.sleep(300)
 """

@@ -16,7 +16,7 @@ import torch
 
 from deltanet_hf.mixers import MIXERS
 from deltanet_recipes.data.packing import Rows, make_rows
-from deltanet_recipes.schema import Distil as DistilStage
+from deltanet_recipes.schema import Distil
 from deltanet_recipes.schema_sections import Engine, WindowDropout
 from deltanet_recipes.training.adapters import train_for
 from deltanet_recipes.training.kept_attention import shared_rows_held
@@ -24,7 +24,7 @@ from deltanet_recipes.training.layer_runner import document_boundaries
 from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
 from deltanet_recipes.training.microstep import MicroStep, compile_layers
 from deltanet_recipes.training.model_pair import decoder_layers, load_student
-from deltanet_recipes.training.objectives import Batch, Distil
+from deltanet_recipes.training.objectives import Batch, DistilLoss
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 from support.tiny_run import SHAPE, make_models
@@ -52,7 +52,7 @@ def gradients(
     dtype = runtime.compute_dtype
     student = load_student(str(folder / "student"), torch.bfloat16).to(dtype)  # type: ignore[arg-type]
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=dtype).cuda().eval()
-    stage = DistilStage(tokens=8192, train="full", kept_qk=kept_qk)
+    stage = Distil(tokens=8192, train="full", kept_qk=kept_qk)
     train_for(student, stage, seed=0)
     student.cuda()
     chunk = live_chunk(Head.of(student), Head.of(teacher.requires_grad_(False)), terms)
@@ -60,7 +60,7 @@ def gradients(
         torch._dynamo.reset()
         chunk = torch.compile(chunk, dynamic=False)
         compile_layers([*decoder_layers(student), *decoder_layers(teacher)])
-    objective = Distil(student, teacher, chunk, 64, recall=terms if terms.recall_weight else None).cuda()
+    objective = DistilLoss(student, teacher, chunk, 64, recall_weight=terms.recall_weight).cuda()
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
     micro = MicroStep(runtime, objective, list(trained.values()), alone)
     generator = np.random.default_rng(0)

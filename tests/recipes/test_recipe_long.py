@@ -19,7 +19,7 @@ from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
 from deltanet_recipes.training.microstep import MicroStep
 from deltanet_recipes.training.model_pair import load_student, load_teacher
-from deltanet_recipes.training.objectives import Align, Distil
+from deltanet_recipes.training.objectives import AlignLoss, DistilLoss
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_run import DISTIL, NO_CHECKPOINTS, make_tokenizer, make_workplace, recipe_tree, write_recipe
@@ -102,9 +102,10 @@ def test_packed_rows_differ_in_the_contents_of_tensors_only(feed: tuple[Any, Row
     student, teacher = load_student(recipe.student), load_teacher(recipe, torch.float32)
     train_for(student, recipe.stages[0], seed=0)
     if kind == "align":
-        objective: Any = Align(teacher, student)
+        objective: Any = AlignLoss(teacher, student)
     else:
-        objective = Distil(student, teacher, live_chunk(Head.of(student), Head.of(teacher), KlTerms()), chunk=100)
+        chunk = live_chunk(Head.of(student), Head.of(teacher), KlTerms())
+        objective = DistilLoss(student, teacher, chunk, 100)
     parameters = [p for p in student.parameters() if p.requires_grad]
     batches = [objective.prepare(rows.step()[0]) for _ in range(6)]
     documents = {int((batch.rows.position_ids == 0).sum()) for batch in batches}

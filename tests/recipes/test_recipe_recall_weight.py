@@ -19,7 +19,7 @@ from deltanet_recipes.training.layer_runner import LayerRunner, document_boundar
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.losses import RECALL_CAP, ChunkedLoss, Head, KlTerms, live_chunk, recall_weights
 from deltanet_recipes.training.model_pair import load_student
-from deltanet_recipes.training.objectives import Batch, Distil
+from deltanet_recipes.training.objectives import Batch, DistilLoss
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.windowed_teacher import windowed_inputs
 from support.tiny_models import tiny_student, tiny_teacher
@@ -63,7 +63,7 @@ def test_weights_are_bounded_and_one_where_the_window_suffices() -> None:
     windowed = teacher.clone()
     windowed[3] += torch.randn(40, generator=generator)
     windowed[4] = -100 * teacher[4]
-    weights = recall_weights(teacher, windowed, KlTerms(recall_weight=3.0))
+    weights = recall_weights(teacher, windowed, 3.0)
     log_t, log_w = teacher.log_softmax(-1), windowed.log_softmax(-1)
     wanted = 1 + 3 * (log_t.exp() * (log_t - log_w)).sum(-1).clamp(max=RECALL_CAP)
     torch.testing.assert_close(weights, wanted)
@@ -106,9 +106,9 @@ def test_the_chunked_loss_and_its_gradients_equal_the_plain_ones(size: int, reve
 
 def test_weights_have_mean_one_on_the_rows_they_were_measured_on() -> None:
     teacher, student, rows = tiny_teacher("llama").requires_grad_(False), tiny_student("llama"), rows_of(False)
-    terms = KlTerms(recall_weight=5.0)
     heads = Head.of(student), Head.of(teacher)
-    objective = Distil(student, teacher, live_chunk(*heads, terms), 50, recall=terms)
+    chunk = live_chunk(*heads, KlTerms(recall_weight=5.0))
+    objective = DistilLoss(student, teacher, chunk, 50, recall_weight=5.0)
     batch = Batch(rows, None, torch.tensor(float(rows.scored.sum())))
     objective.measure_mean_weight([batch])
     mean = float(objective.mean_weight)
@@ -119,7 +119,7 @@ def test_weights_have_mean_one_on_the_rows_they_were_measured_on() -> None:
         heads[1].logits(runner.run_layers(inputs)[0].flatten(0, 1), teacher.get_output_embeddings().weight)
         for inputs in (entry, windowed_inputs(entry, rows, False))
     ]
-    weights = recall_weights(logits[0], logits[1], terms)[rows.scored.flatten()] / mean
+    weights = recall_weights(logits[0], logits[1], 5.0)[rows.scored.flatten()] / mean
     assert float(weights.mean()) == pytest.approx(1.0, rel=1e-5)
     # Micro-batches add up, because the mean is a constant.
     whole, (kl, _) = (part.detach() for part in objective(batch))

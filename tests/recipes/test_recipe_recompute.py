@@ -13,7 +13,7 @@ from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
 from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
 from deltanet_recipes.training.model_pair import decoder_layers, mixers
-from deltanet_recipes.training.objectives import Align, Batch, Distil
+from deltanet_recipes.training.objectives import AlignLoss, Batch, DistilLoss
 from deltanet_recipes.training.window_dropout import window_branches
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -31,9 +31,9 @@ def batch() -> Batch:
 
 def objective(kind: str, checkpointing: bool, student: nn.Module, teacher: nn.Module) -> Any:
     if kind == "align":
-        return Align(teacher, student, checkpointing=checkpointing)
+        return AlignLoss(teacher, student, checkpointing=checkpointing)
     chunk = live_chunk(Head(), Head(), KlTerms())
-    return Distil(student, teacher, chunk, 50, float(kind == "hidden"), checkpointing)
+    return DistilLoss(student, teacher, chunk, 50, float(kind == "hidden"), checkpointing)
 
 
 @pytest.mark.parametrize("kind", ["align", "distil", "hidden"])

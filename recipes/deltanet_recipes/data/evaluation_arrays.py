@@ -24,7 +24,7 @@ def evaluation_arrays(
     tokenizer: PreTrainedTokenizerBase,
     separator: int,
     cache: Path,
-    contamination: Contamination | None = None,
+    contamination: Contamination | None,
 ) -> list[dict[str, Any]]:
     """Write the arrays under `evaluation` of a source, unless they are there.
 

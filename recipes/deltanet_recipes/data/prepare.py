@@ -33,9 +33,7 @@ def separator_id(data: Data, tokenizer: PreTrainedTokenizerBase) -> int:
     return int(separator)
 
 
-def prepare_corpora(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = lambda line: None
-) -> list[Corpus]:
+def prepare_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> list[Corpus]:
     """The corpus of each source of text, from the cache where it is there. `say` is given a line per file.
 
     Raises UserError for sources that cannot be read, or are too small for their evaluation arrays.

@@ -51,7 +51,7 @@ def token_documents(source: Source, tokenizer: PreTrainedTokenizerBase, separato
 
 
 def join_groups(
-    documents: Iterable[TokenDocument], tokenizer: PreTrainedTokenizerBase, joined_tokens: int = JOINED
+    documents: Iterable[TokenDocument], tokenizer: PreTrainedTokenizerBase, joined_tokens: int
 ) -> Iterator[TokenDocument]:
     """Join texts of one group that follow each other in the source to documents of at most `joined_tokens` tokens."""
     prefix = len(prefix_ids(tokenizer))

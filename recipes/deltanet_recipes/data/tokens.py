@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ def load_corpus(
     contamination: Contamination | None = None,
     evaluation: Sequence[dict[str, Any]] = (),
     joined_tokens: int = JOINED,
-    progress: Callable[[str, int], None] = lambda label, tokens: None,
 ) -> Corpus:
     """Read the corpus of a source from the cache folder, or tokenise the source into it.
 
@@ -57,11 +56,9 @@ def load_corpus(
         contamination: evaluation texts; documents that share 13 tokens in a row with them are dropped.
         evaluation: the arrays that `evaluation_arrays` took from this source; documents of their groups are left out.
         joined_tokens: largest number of tokens of documents that are joined (`join_groups`).
-        progress: called with the label and the number of tokens so far after each document.
 
     Raises UserError if the source cannot be read or has no tokens.
     """
-    label = source.hub or Path(str(source.path)).name
     folder = cache / fingerprint(source, tokenizer, separator, contamination, joined_tokens)
     if folder.exists() and not _is_intact(folder):
         remove(folder)
@@ -70,10 +67,7 @@ def load_corpus(
         try:
             with writing(folder):
                 partial.mkdir(parents=True)
-            _build(
-                    partial, source, tokenizer, separator, contamination, evaluation, joined_tokens,
-                    lambda count: progress(label, count),
-                )  # fmt: skip
+            _build(partial, source, tokenizer, separator, contamination, evaluation, joined_tokens)
             with writing(folder):
                 try:
                     partial.rename(folder)
@@ -85,7 +79,7 @@ def load_corpus(
     meta = json.loads((folder / "meta.json").read_text())
     scored = np.load(folder / "scored.npy", mmap_mode="r") if (folder / "scored.npy").is_file() else None
     return Corpus(
-        label=label,
+        label=source.hub or Path(str(source.path)).name,
         weight=source.weight,
         tokens=np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r"),
         scored=scored,
@@ -118,7 +112,6 @@ def _build(
     contamination: Contamination | None,
     evaluation: Sequence[dict[str, Any]],
     joined_tokens: int,
-    progress: Callable[[int], None],
 ) -> None:
     vocabulary = max(len(tokenizer), separator + 1)
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
@@ -134,7 +127,6 @@ def _build(
             starts.append(total)
             if document.scored is not None:
                 scored.append(document.scored[: len(ids)])
-            progress(total)
             if total >= limit:
                 break
     if total == 0:

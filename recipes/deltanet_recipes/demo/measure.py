@@ -25,6 +25,7 @@ from deltanet_hf.models.layers import SOFTMAX
 LENGTH, BLOCK = 2048, 128  # tokens of running text; tokens whose mean divergence is one sample
 FAR = 32768  # tokens of the longer sequence whose memory is shown
 PASSAGE, BETWEEN, PASSAGES = 128, 768, 2  # a passage, other text that is longer than the windows, the passage again
+BITS = 4  # of the students' caches and of those of the untrained rows
 PART = 32  # tokens of a repeated passage whose mean loss is one sample
 
 
@@ -74,27 +75,26 @@ class DemoMeasure:
         """The row of a student."""
         return self._once(name, partial(_load, self._students[name]))
 
-    def baselines(self, kept: list[int], megabytes: float, bits: int) -> list[Row]:
+    def baselines(self, kept: list[int], megabytes: float) -> list[Row]:
         """The rows of the teacher, of the teacher with a cache in fewer bits, and of the teacher under windows.
 
         Args:
             kept: the student's softmax layers.
             megabytes: the student's memory of a sequence of 2,048 tokens, which no window exceeds.
-            bits: of the student's cache and of those of all rows but the first.
         """
         narrow = _narrow(self.teacher)
         rows = [self._once("teacher", lambda: self.teacher)]
-        rows.append(self._once(f"teacher, cache in {bits} bits", partial(self._under, WindowPolicy((), None), bits)))
+        rows.append(self._once(f"teacher, cache in {BITS} bits", partial(self._under, WindowPolicy((), None))))
         spread = [layer for (layer,) in evenly([(i,) for i in range(len(self.teacher.model.layers))], len(kept))]
         for layers, where in (([], "all layers"), (spread, f"all but {len(kept)} evenly spread layers"), (kept, "")):
-            window = longest_window(narrow, layers, round(megabytes * 1e6), LENGTH, bits)
+            window = longest_window(narrow, layers, round(megabytes * 1e6), LENGTH, BITS)
             assert window is not None
             name = f"untrained: window of {window} in {where or f'all but the {len(kept)} chosen layers'}"
-            rows.append(self._once(name, partial(self._under, WindowPolicy(tuple(layers), window), bits)))
+            rows.append(self._once(name, partial(self._under, WindowPolicy(tuple(layers), window))))
         return rows
 
-    def _under(self, policy: WindowPolicy, bits: int) -> PreTrainedModel:
-        return set_cache_bits(policy.apply(self.teacher), bits)
+    def _under(self, policy: WindowPolicy) -> PreTrainedModel:
+        return set_cache_bits(policy.apply(self.teacher), BITS)
 
     def _once(self, name: str, load: Callable[[], PreTrainedModel]) -> Row:
         """The row of this name; measured unless there is one."""

@@ -65,7 +65,7 @@ def main() -> None:
     clock.begin("5. measure")
     measure = DemoMeasure(teacher, models, out / "measured.jsonl", _say)
     students = [measure.student(name) for name in models]
-    rows = measure.baselines(softmax_layers(converted), students[0].megabytes[0], bits=4) + students
+    rows = measure.baselines(softmax_layers(converted), students[0].megabytes[0]) + students
 
     clock.begin("6. report")
     peak = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))

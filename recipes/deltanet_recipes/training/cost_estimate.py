@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from deltanet_convert.device import thread_count
-from deltanet_recipes.schema import Align, Stage, stage_name, stage_tokens
+from deltanet_recipes.schema import Stage, stage_name, stage_tokens
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import Flops, training_flops
 from deltanet_recipes.training.logbook import Logbook
@@ -58,7 +58,7 @@ def estimates(
     for stage, sizes in zip(stages, stage_sizes(student, stages), strict=True):
         rows, disk = micro_batch_rows(stage, runtime.world), 0
         peak = stage_memory(stage, models, sizes, rows, runtime)
-        if isinstance(stage, Align) and stage.mode == "layerwise":
+        if stage.layerwise:
             # Hidden states, attention inputs and attention outputs, which every process keeps for itself.
             values = 3 * models.hidden * (stage_tokens(stage) + holdout_tokens)
             disk = (2 if runtime.bf16 else 4) * values * runtime.world

@@ -9,7 +9,7 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_recipes.data.packing import Mixture, Rows
-from deltanet_recipes.schema import Align, Stage, StageBase, stage_name
+from deltanet_recipes.schema import Stage, StageBase, stage_name
 from deltanet_recipes.training.layer_runner import document_boundaries
 from deltanet_recipes.training.objectives import Batch
 from deltanet_recipes.training.runtime import Runtime
@@ -78,7 +78,7 @@ def check_share(stage: Stage, world: int) -> None:
             f"stages.{stage_name(stage)}: {world} processes cannot share the {stage.rows_per_step} rows of a step "
             f"evenly; make batch_tokens a multiple of {world} x sequence_length"
         )
-    if isinstance(stage, Align) and stage.mode == "layerwise" and share % micro_batch_rows(stage, world):
+    if stage.layerwise and share % micro_batch_rows(stage, world):
         raise UserError(
             f"stages.{stage_name(stage)}: micro_batch_rows ({stage.micro_batch_rows}) must divide the {share} rows "
             "that each process has of a step"

@@ -50,7 +50,7 @@ def training_flops(stage: Stage, models: ModelSizes, sizes: StageSizes) -> Flops
     teacher = 2.0 * (own - in_mixers + len(converted) * models.attention) + len(layers) * softmax
     if isinstance(stage, Align):
         forward = 2.0 * in_mixers + mixing
-        return Flops(0.0 if stage.mode == "layerwise" else teacher, forward, forward + mixing)
+        return Flops(0.0 if stage.layerwise else teacher, forward, forward + mixing)
     passes = 2 if stage.recall_weight > 0 else 1
     head = models.vocabulary * models.hidden
     mixed = mixing + (len(layers) - len(converted)) * softmax

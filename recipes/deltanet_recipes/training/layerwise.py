@@ -26,7 +26,7 @@ from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.model_pair import decoder_layers, mixers
-from deltanet_recipes.training.objectives import AlignLayer, LayerBatch
+from deltanet_recipes.training.objectives import LayerBatch, LayerLoss
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.trainer import Trainer
 
@@ -137,7 +137,7 @@ class LayerwiseAlign:
             mixer.load_state_dict(load_tensors(done)[0])
             return
         mixer.to(self.runtime.device)
-        objective = AlignLayer(mixer, index)
+        objective = LayerLoss(mixer, index)
         squares = [block.target.float().square().sum(-1).mean() for block in self._blocks]
         objective.scale.copy_(torch.stack(squares).mean())
         objective.to(self.runtime.device)
@@ -161,7 +161,7 @@ class LayerwiseAlign:
         trainer.checkpoints.clear()
 
     @torch.no_grad()
-    def _evaluate(self, objective: AlignLayer) -> dict[str, float]:
+    def _evaluate(self, objective: LayerLoss) -> dict[str, float]:
         """The relative squared error of the mixer over the held-out rows."""
         if not self._held_out:
             return {}
@@ -176,8 +176,7 @@ class LayerwiseAlign:
 
     def batches(self, first: int) -> Iterator[LayerBatch]:
         """This process's batches of the step that begins at block `first`; after the last block comes the first."""
-        per_step = self.stage.rows_per_step // micro_batch_rows(self.stage, self.runtime.world)
-        own = per_step // self.runtime.world
+        own = self.blocks_per_step // self.runtime.world
         for place in range(self.runtime.rank * own, (self.runtime.rank + 1) * own):
             yield self._batch(self._blocks[(first + place) % len(self._blocks)], float(self.stage.batch_tokens))
 

@@ -57,15 +57,6 @@ class KlTerms:
     recall_weight: float = 0.0
 
 
-def kl_divergence(
-    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0, reverse: bool = False
-) -> torch.Tensor:
-    """KL per token in nats, times temperature^2 (Hinton et al. 2015, eq. 2): logits [N, V] float32 -> [N]."""
-    log_s = F.log_softmax(student / temperature, dim=-1)
-    log_t = F.log_softmax(teacher / temperature, dim=-1)
-    return (kl_from_log_probs(log_s, log_t) if reverse else kl_from_log_probs(log_t, log_s)) * temperature**2
-
-
 # (student hidden, student weight, labels, teacher inputs...) -> (summed loss, summed KL, summed cross-entropy)
 ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -86,7 +77,8 @@ def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
             if terms.recall_weight > 0:
                 teacher_hidden, windowed_hidden, teacher_weight, mean = given
                 teacher = teacher_head.logits(teacher_hidden, teacher_weight)
-                weights = recall_weights(teacher, teacher_head.logits(windowed_hidden, teacher_weight), terms) / mean
+                windowed = teacher_head.logits(windowed_hidden, teacher_weight)
+                weights = recall_weights(teacher, windowed, terms.recall_weight) / mean
             else:
                 teacher = teacher_head.logits(*given)
         return _from_logits(head.scaled(product), teacher, labels, terms, product.dtype, weights)
@@ -94,8 +86,8 @@ def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
     return chunk
 
 
-def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, terms: KlTerms) -> torch.Tensor:
-    """How much the KL of each token counts: 1 + recall_weight min(KL(teacher || windowed), RECALL_CAP).
+def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, weight: float) -> torch.Tensor:
+    """How much the KL of each token counts: 1 + weight min(KL(teacher || windowed), RECALL_CAP).
 
     The divergence is large where the next token follows from what the window does not show, and nearly 0 elsewhere, so
     that few tokens carry what the mean KL hides (Arora et al., Zoology, arXiv 2312.04927, section 3).
@@ -103,11 +95,13 @@ def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, terms: KlTerms
     Args:
         teacher: its logits [N, V] float32.
         windowed: its logits under a window [N, V] float32.
+        weight: `schema.DistilBase.recall_weight`.
 
     Returns:
         [N] float32.
     """
-    return 1.0 + terms.recall_weight * kl_divergence(windowed, teacher).clamp(0.0, RECALL_CAP)
+    divergence = kl_from_log_probs(F.log_softmax(teacher, dim=-1), F.log_softmax(windowed, dim=-1))
+    return 1.0 + weight * divergence.clamp(0.0, RECALL_CAP)
 
 
 def _from_logits(
@@ -116,14 +110,14 @@ def _from_logits(
     labels: torch.Tensor,
     terms: KlTerms,
     dtype: torch.dtype,
-    weights: torch.Tensor | None = None,
+    weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of logits [n, V] with its gradient written out; `weights` [n] are those of the KL term of each token.
 
     This takes one pass over the logits for the normalisers and one for values and gradient; autograd would take two
     more. With p = softmax(s / temperature) and u = softmax(t / temperature), the gradient with respect to s is
 
-        temperature (p - u) for temperature^2 KL(u || p), and
+        temperature (p - u) for temperature^2 KL(u || p) (Hinton et al. 2015, eq. 2), and
         temperature p (log p - log u - KL(p || u)) for temperature^2 KL(p || u).
 
     The gradient is kept in `dtype`, the dtype of the product with the output matrix, to which it is rounded anyway.

@@ -53,14 +53,13 @@ def stage_memory(stage: Stage, models: ModelSizes, sizes: StageSizes, rows: int,
     """The estimate for one stage, in which a process works on `rows` rows at once."""
     layers = models.layers
     training = [layer for layer in layers if layer.converted] if isinstance(stage, Align) else layers  # at once
-    layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
-    if layerwise:
+    if stage.layerwise:
         training = training[:1]
-    recompute = runtime.engine.gradient_checkpointing and not layerwise
-    shards = runtime.world if runtime.engine.sharding == "fsdp2" and not layerwise else 1
+    recompute = runtime.engine.gradient_checkpointing and not stage.layerwise
+    shards = runtime.world if runtime.engine.sharding == "fsdp2" and not stage.layerwise else 1
 
     on_cpu, width = runtime.device.type == "cpu", 2 if runtime.bf16 else 4
-    whole = on_cpu or not layerwise
+    whole = on_cpu or not stage.layerwise
     outside = width * models.outside if whole else 0
     sharded = sizes.student if on_cpu else sizes.at_once
     sharded += width * sum(layer.teacher for layer in (layers if whole else training))

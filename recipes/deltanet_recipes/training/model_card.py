@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Recipe, Stage, stage_name
+from deltanet_recipes.training.logbook import layer_errors
 from deltanet_recipes.training.model_pair import teacher_of
 
 
@@ -70,8 +72,9 @@ def write_card(
         hours_total += hours
         evaluated = [row for row in own if any(key.startswith("held_out.") for key in row)]
         before, after = (_figures(evaluated[0]), _figures(evaluated[-1])) if evaluated else ("", "")
-        if any(row["stage"] != label for row in own):
-            before, after = _layer_means(evaluated)
+        errors = layer_errors(own)
+        if errors[0]:
+            before, after = (f"error {fmean(of_layers.values()):.4g}" for of_layers in errors)
         lines.append(f"| {label} | {stage.steps * stage.batch_tokens:,} | {hours:.3f} | {before} | {after} |")
     tokens = sum(stage.steps * stage.batch_tokens for stage in recipe.stages)
     lines += ["", f"In all {tokens:,} training tokens and {hours_total:.2f} device hours per process.", "", "Data:"]
@@ -134,17 +137,5 @@ def _imported(student: str, teacher: str) -> list[str]:
 
 
 def _figures(row: dict[str, Any]) -> str:
-    names = [name for name in ("kl", "perplexity", "error") if f"held_out.{name}" in row]
+    names = [name for name in ("kl", "perplexity") if f"held_out.{name}" in row]
     return ", ".join(f"{name} {row[f'held_out.{name}']:.4g}" for name in names)
-
-
-def _layer_means(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """The mean error over layers, at the first and at the last evaluation of each."""
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    for row in rows:
-        first.setdefault(row["stage"], row["held_out.error"])
-        last[row["stage"]] = row["held_out.error"]
-    if not first:
-        return "", ""
-    return f"error {sum(first.values()) / len(first):.4g}", f"error {sum(last.values()) / len(last):.4g}"

@@ -192,8 +192,8 @@ def teacher_of(recipe: Recipe) -> TeacherName:
     if "/" in name and not Path(name).is_absolute():
         return TeacherName(name, None)
     raise UserError(
-        f"teacher: {student / RECORD} names {name!r}, but there is no model folder at {places[0]}; say where it is now: "
-        "teacher=PATH"
+        f"teacher: {student / RECORD} names {name!r}, but there is no model folder at {places[0]}; say where it is "
+        "now: teacher=PATH"
     )
 
 

@@ -21,7 +21,6 @@ from deltanet_recipes.training.losses import (
     ChunkedLoss,
     ChunkLoss,
     Head,
-    KlTerms,
     recall_weights,
     relative_squared_error,
     squared_error,
@@ -48,7 +47,7 @@ class Batch:
     student: LayerInputs | None = None
 
 
-class Align(nn.Module):
+class AlignLoss(nn.Module):
     """Mean over the converted layers of |student's attention output - teacher's|^2 / mean |teacher's|^2.
 
     The mean square of each layer's teacher output is a constant (`scales`) that is measured once, so that the loss is
@@ -122,7 +121,7 @@ class Align(nn.Module):
         return self.error(mixer_output(mixer, tap, cu_seqlens), target).sum()
 
 
-class Distil(nn.Module):
+class DistilLoss(nn.Module):
     """KL to the teacher, cross-entropy, and optionally the error of the residual stream after each layer.
 
     Args:
@@ -134,9 +133,8 @@ class Distil(nn.Module):
         checkpointing: recompute the student's activations, and the errors of the residual stream, in the backward
             pass.
         hidden_error: `losses.relative_squared_error`, compiled or not.
-        recall: weight and cap of the loss by recall, if it has them (`losses.recall_weights`). Before training,
-            `measure_mean_weight` sets the mean by which weights are divided: a constant, so that the loss is linear
-            in the tokens.
+        recall_weight: the weight of `losses.recall_weights`. Unless it is 0, `measure_mean_weight` sets, before
+            training, the mean by which weights are divided: a constant, so that the loss is linear in the tokens.
         adapters: those of the student that are multiplied before each of its forward passes.
     """
 
@@ -149,11 +147,11 @@ class Distil(nn.Module):
         hidden_weight: float = 0.0,
         checkpointing: bool = False,
         hidden_error: Error = relative_squared_error,
-        recall: KlTerms | None = None,
+        recall_weight: float = 0.0,
         adapters: MergedAdapters | None = None,
     ) -> None:
         super().__init__()
-        self.recall, self.adapters = recall, adapters
+        self.recall_weight, self.adapters = recall_weight, adapters
         self.mean_weight: torch.Tensor
         self.register_buffer("mean_weight", torch.ones(()), persistent=False)
         self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
@@ -182,7 +180,7 @@ class Distil(nn.Module):
             hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
         per_token: tuple[torch.Tensor, ...] = (hidden.flatten(0, 1),)
         shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
-        if self.recall is not None:
+        if self.recall_weight > 0:
             per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
         if self.adapters is not None:
             self.adapters.multiply()
@@ -222,7 +220,6 @@ class Distil(nn.Module):
     @torch.no_grad()
     def measure_mean_weight(self, batches: list[Batch]) -> None:
         """Set the mean weight of a scored token to that of some rows."""
-        assert self.recall is not None
         head, matrix = Head.of(self.teacher), output_weight(self.teacher)
         total, count = torch.zeros_like(self.mean_weight), 0
         for batch in map(self.prepare, batches):
@@ -232,12 +229,12 @@ class Distil(nn.Module):
             for begin in range(0, len(full), self.chunk):
                 piece = slice(begin, begin + self.chunk)
                 logits = [head.logits(hidden[piece], matrix) for hidden in (full, near)]
-                total += recall_weights(logits[0], logits[1], self.recall)[scored[piece]].sum()
+                total += recall_weights(logits[0], logits[1], self.recall_weight)[scored[piece]].sum()
             count += int(scored.sum())
         self.mean_weight.copy_(total / max(1, count))
 
 
-class AlignLayer(nn.Module):
+class LayerLoss(nn.Module):
     """The relative squared error of one mixer on cached inputs and outputs of the teacher's attention."""
 
     def __init__(self, mixer: nn.Module, index: int) -> None:
@@ -253,8 +250,7 @@ class AlignLayer(nn.Module):
     def forward(self, batch: LayerBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss [] and the relative error [1], as this micro-batch's share of the mean over the step."""
         output = mixer_output(self.mixer, batch.tap, batch.cu_seqlens)
-        difference = output.float() - batch.target.float()
-        error = difference.square().sum() / (self.scale * batch.scored)
+        error = squared_error(output, batch.target).sum() / (self.scale * batch.scored)
         return error, error.detach().reshape(1)
 
 

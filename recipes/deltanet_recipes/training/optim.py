@@ -17,6 +17,7 @@ from deltanet_recipes.schema_sections import Optimizer
 
 SMALL = 16  # inputs or outputs of a linear layer up to which its weight counts as vectors
 BETAS = (0.9, 0.95)  # moment decays of AdamW
+MOMENTUM = 0.95  # of Muon
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of a mixer; they begin as the teacher's
 
 
@@ -104,8 +105,8 @@ class Muon(torch.optim.Optimizer):
     can be used (Liu et al. 2025, "Muon is scalable for LLM training", eq. 4).
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], momentum: float = 0.95) -> None:
-        super().__init__(list(groups), {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__(list(groups), {"lr": 0.0, "momentum": MOMENTUM, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

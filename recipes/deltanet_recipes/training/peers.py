@@ -16,6 +16,7 @@ from deltanet_hf.errors import UserError, one_line
 
 # Gloo's errors are RuntimeErrors that name its source files.
 SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "TCPStore")
+POLL = 1.0  # seconds between two looks at the launcher
 
 
 @contextmanager
@@ -33,8 +34,8 @@ def peers_alive(world: int) -> Iterator[None]:
         ) from error
 
 
-def end_with_launcher(poll: float = 1.0) -> None:
-    """Ends this process once torchrun or `accelerate launch`, which started it, has ended; looks every `poll` seconds.
+def end_with_launcher() -> None:
+    """Ends this process once torchrun or `accelerate launch`, which started it, has ended.
 
     A launcher ends its processes itself, unless it is killed: they would train on and keep the output locked. Processes
     that a shell started go on without it.
@@ -45,7 +46,7 @@ def end_with_launcher(poll: float = 1.0) -> None:
 
     def watch() -> None:
         while os.getppid() == launcher:
-            time.sleep(poll)
+            time.sleep(POLL)
         text = "the launcher of this run has ended; run the same command again: it continues after the last checkpoint"
         print(f"error: {text}", file=sys.stderr, flush=True)
         os._exit(2)  # the main thread may wait for other processes, which cannot be interrupted

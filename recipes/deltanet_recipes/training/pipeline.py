@@ -104,8 +104,7 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
                 student = run_stage.run()
             save_stage(file, student, data.training.state, runtime)
             logbook.tables()
-        layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
-        steps_before += stage.steps * (converted if layerwise else 1)
+        steps_before += stage.steps * (converted if stage.layerwise else 1)
 
     final = output / "final"
     if runtime.main:

@@ -13,32 +13,28 @@ from matplotlib import pyplot
 from deltanet_recipes.training.logbook import layer_errors
 
 
-def draw_plots(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
+def draw_plots(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Write loss.png, layers.png (alignment error per layer, before and after) and kl.png into `folder`.
 
-    A plot without rows in the log is left out. Returns the files that were written.
+    A plot without rows in the log is left out.
     """
-    drawn = [
-        _curves(folder / "loss.png", rows, ("loss",), "loss"),
-        _layers(folder / "layers.png", rows),
-        _curves(folder / "kl.png", rows, ("kl", "held_out.kl"), "KL to the teacher (nats per token)"),
-    ]
-    return [path for path in drawn if path is not None]
+    _curves(folder / "loss.png", rows, ("loss",), "loss")
+    _layers(folder / "layers.png", rows)
+    _curves(folder / "kl.png", rows, ("kl", "held_out.kl"), "KL to the teacher (nats per token)")
 
 
-def _curves(path: Path, rows: list[dict[str, Any]], keys: tuple[str, ...], label: str) -> Path | None:
+def _curves(path: Path, rows: list[dict[str, Any]], keys: tuple[str, ...], label: str) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    stages = list(dict.fromkeys(row["stage"].split(".")[0] for row in rows))
-    for stage in stages:
+    for stage in dict.fromkeys(r["stage"] for r in rows if "." not in r["stage"]):  # STAGE.LAYER is one layer's
         for key in keys:
-            points = [(r["tokens"], r[key]) for r in rows if r["stage"].split(".")[0] == stage and key in r]
-            if points and not any("." in row["stage"] for row in rows if row["stage"].startswith(f"{stage}.")):
+            points = [(r["tokens"], r[key]) for r in rows if r["stage"] == stage and key in r]
+            if points:
                 x, y = zip(*points, strict=True)
                 axes.plot(x, y, marker="o" if key.startswith("held") else None, ms=3, label=f"{stage}: {key}")
-    return _finish(figure, axes, path, "tokens of the stage", label)
+    _finish(figure, axes, path, "tokens of the stage", label)
 
 
-def _layers(path: Path, rows: list[dict[str, Any]]) -> Path | None:
+def _layers(path: Path, rows: list[dict[str, Any]]) -> None:
     first, last = layer_errors(rows)
     figure, axes = pyplot.subplots(figsize=(7, 4))
     if first:
@@ -46,12 +42,11 @@ def _layers(path: Path, rows: list[dict[str, Any]]) -> Path | None:
         axes.plot(indices, [first[i] for i in indices], "o-", ms=3, label="before alignment")
         axes.plot(indices, [last[i] for i in indices], "o-", ms=3, label="after")
         axes.set_ylim(bottom=0)
-    return _finish(figure, axes, path, "layer", "relative squared error, held out", log=False)
+    _finish(figure, axes, path, "layer", "relative squared error, held out", log=False)
 
 
-def _finish(figure: Any, axes: Any, path: Path, x: str, y: str, log: bool = True) -> Path | None:
-    drawn = bool(axes.lines)
-    if drawn:
+def _finish(figure: Any, axes: Any, path: Path, x: str, y: str, log: bool = True) -> None:
+    if axes.lines:
         if log:
             axes.set_yscale("log")
         axes.set_xlabel(x)
@@ -61,4 +56,3 @@ def _finish(figure: Any, axes: Any, path: Path, x: str, y: str, log: bool = True
         figure.tight_layout()
         figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    return path if drawn else None

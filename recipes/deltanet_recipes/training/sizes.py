@@ -203,7 +203,7 @@ def _as_trained(model: PreTrainedModel, stage: Stage) -> StageSizes:
     new = {p for mixer in converted for part in mixer.new_parts() for p in part.parameters() if p.requires_grad}
     modules: list[nn.Module] = [model]
     if isinstance(stage, Align):
-        modules = converted[:1] if stage.mode == "layerwise" else converted
+        modules = converted[:1] if stage.layerwise else converted
     at_once = {p for module in modules for p in module.parameters()}
     adamw, muon = 0, Counter[torch.Size]()
     for group in parameter_groups(model, stage.optimizer):

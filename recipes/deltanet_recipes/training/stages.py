@@ -37,8 +37,7 @@ from deltanet_recipes.training.model_pair import (
     load_teacher,
     place,
 )
-from deltanet_recipes.training.objectives import Align as AlignObjective
-from deltanet_recipes.training.objectives import Distil as DistilObjective
+from deltanet_recipes.training.objectives import AlignLoss, DistilLoss
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.trainer import Trainer
 
@@ -71,7 +70,7 @@ class StageRun:
         self.logbook.say(f"{stage_name(self.stage)}: loads the teacher and measures {rows}")
         train_for(self.student, self.stage, self.recipe.seed)
         if isinstance(self.stage, Align):
-            if self.stage.mode == "layerwise":
+            if self.stage.layerwise:
                 self._align_layerwise(self.stage)
             else:
                 self._align(self.stage)
@@ -102,7 +101,7 @@ class StageRun:
         teacher = self._teacher(self.runtime.device)
         error = torch.compile(squared_error, dynamic=False) if self.runtime.compile else squared_error
         checkpointing = self.recipe.engine.gradient_checkpointing
-        objective = AlignObjective(teacher, self.student, error, checkpointing).to(self.runtime.device)
+        objective = AlignLoss(teacher, self.student, error, checkpointing).to(self.runtime.device)
         feed = RowFeed(self.data.training, stage, self.runtime, score_all=True)
         with self.runtime.autocast():
             objective.measure_scales(feed.evaluation(self._sample(feed)))
@@ -169,7 +168,7 @@ class StageRun:
             if self.recipe.engine.sharding == "none":  # each process has all of the adapters
                 adapters = MergedAdapters(self.student)
             compile_layers(layers)
-        objective = DistilObjective(
+        objective = DistilLoss(
             self.student,
             teacher,
             chunk_loss,
@@ -177,7 +176,7 @@ class StageRun:
             stage.hidden_weight,
             self.recipe.engine.gradient_checkpointing,
             hidden_error,
-            terms if stage.recall_weight > 0 else None,
+            stage.recall_weight,
             adapters,
         )
         self.runtime.shard(objective, layers, teacher)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -223,17 +222,11 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         best = None if math.isinf(self.best) else self.best
         held_out = [self.held_out_start, self.held_out_last]
-        return {
-            "label": self.label,
-            "feed": self.feed.state,
-            "seconds": self.seconds,
-            "best": best,
-            "held_out": held_out,
-        }
+        return {"feed": self.feed.state, "seconds": self.seconds, "best": best, "held_out": held_out}
 
     def _resume(self) -> None:
         folder = self.checkpoints.last_intact(self.logbook.say)
-        if folder is None or json.loads((folder / "state.json").read_text())["label"] != self.label:
+        if folder is None:
             self.logbook.truncate(self.label, -1)  # rows of a run that was killed before its first checkpoint
             return
         state = self.checkpoints.load(folder, self.objective, self.optimizers)

@@ -155,7 +155,7 @@ def _stage_changes(options: argparse.Namespace, stage: Stage, last: bool) -> lis
     steps = options.steps + (max(2, options.steps // 10) if last else 0)
     changes.append(f"{key}.tokens={steps * batch}")
     if isinstance(stage, Align):
-        if stage.mode == "layerwise":
+        if stage.layerwise:
             changes.append(f"{key}.cached_tokens={CACHED_STEPS * batch}")
         return changes
     changes.append(f"{key}.train={options.train}")

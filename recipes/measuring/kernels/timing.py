@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import torch
 
+WARMUP = 3  # calls before those that are timed
 
-def median_ms(run: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
+
+def median_ms(run: Callable[[], object], repeats: int = 20) -> float:
     """Median time of a call in milliseconds, each between two CUDA events."""
-    for _ in range(warmup):
+    for _ in range(WARMUP):
         run()
     times = []
     for _ in range(repeats):

@@ -17,6 +17,7 @@ from measuring.lab.tasks import IGNORED, Batch
 
 KEYS = VALUES = 128
 DISTRACTORS = 32
+PAIRS: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
 TOKENS_PER_PAIR = 4  # key, value, question and one distractor
 
 
@@ -24,19 +25,14 @@ class AssociativeRecall:
     """The task; `points` are numbers of pairs.
 
     Training begins with the smallest load. Level by level a larger one joins, and each batch has one of them.
-
-    Args:
-        trained: largest number of pairs, in training and tests.
     """
 
-    axis: ClassVar[str] = "pairs"
     promoted: ClassVar[float] = 0.6  # a state that is too small for the larger loads is trained on them, too
 
-    def __init__(self, name: str, trained: int = 128) -> None:
-        self.name, self.trained = name, trained
+    def __init__(self, name: str) -> None:
+        self.name, self.points, self.trained = name, PAIRS, PAIRS[-1]
         self.vocabulary, self.chance = KEYS + VALUES + DISTRACTORS, 1 / VALUES
-        self.points = tuple(4 << step for step in range((trained // 4).bit_length()))
-        self.levels = len(self.points)
+        self.levels = len(PAIRS)
 
     def training_batch(self, tokens: int, level: int, generator: Generator) -> Batch:
         pairs = self.points[int(torch.randint(level + 1, (), generator=generator))]

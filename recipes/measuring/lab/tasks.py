@@ -24,9 +24,6 @@ class Task(Protocol):
     """The largest point that occurs in training."""
     points: tuple[int, ...]
     """The lengths or loads at which accuracy is measured, ascending."""
-    axis: ClassVar[str]
-    """Name of a point, for plots and tables."""
-
     levels: int
     """Number of levels of difficulty."""
     promoted: ClassVar[float]

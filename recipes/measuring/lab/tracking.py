@@ -53,7 +53,6 @@ class WordProblem:
         trained: length of the longest training sequences.
     """
 
-    axis: ClassVar[str] = "length"
     promoted: ClassVar[float] = 0.97
 
     def __init__(self, name: str, degree: int, trained: int = 32) -> None:
