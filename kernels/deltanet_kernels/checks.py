@@ -12,55 +12,58 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _checked_cu_seqlens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _shape(x: torch.Tensor) -> str:
+def shape_text(x: torch.Tensor) -> str:
     return str(list(x.shape))
 
 
-def _require_tensor(name: str, x: object) -> torch.Tensor:
+def require_tensor(name: str, x: object) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, needs a tensor")
     return x
 
 
-def _require_float(name: str, x: torch.Tensor) -> None:
+def require_float(name: str, x: torch.Tensor) -> None:
     if x.dtype not in _FLOATS:
         raise TypeError(f"{name}: got dtype {x.dtype}, needs a floating-point dtype")
 
 
-def _require_device(name: str, x: torch.Tensor, like: str, device: torch.device) -> None:
+def require_device(name: str, x: torch.Tensor, like: str, device: torch.device) -> None:
     if x.device != device:
         raise ValueError(f"{name}: got device {x.device}, needs {device} (the device of {like})")
 
 
-def _require_input(name: str, x: object, like: str, first: torch.Tensor) -> None:
+def require_input(name: str, x: object, like: str, first: torch.Tensor) -> torch.Tensor:
     """Check that x is a tensor of floating-point numbers on the device of `first`, an argument named `like`."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, needs a tensor")
-    if x.dtype not in _FLOATS or x.device != first.device:
-        _require_float(name, x)
-        _require_device(name, x, like, first.device)
+    tensor = require_tensor(name, x)
+    if tensor.dtype not in _FLOATS or tensor.device != first.device:
+        require_float(name, tensor)
+        require_device(name, tensor, like, first.device)
+    return tensor
 
 
-def _require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, needs an int of at least 1")
+def require_least(name: str, value: object, least: int) -> None:
+    """Check that `value` is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs int")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, needs at least {least}")
 
 
-def _require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
     if x.shape != shape:
-        raise ValueError(f"{name}: got shape {_shape(x)}, needs {meaning} = {list(shape)}")
+        raise ValueError(f"{name}: got shape {shape_text(x)}, needs {meaning} = {list(shape)}")
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, tokens: int, device: torch.device) -> int:
     """Check packed-sequence offsets against a [1, tokens, ...] batch; return the number of sequences."""
-    _require_tensor("cu_seqlens", cu_seqlens)
+    require_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, needs int32 or int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
-        raise ValueError(f"cu_seqlens: got shape {_shape(cu_seqlens)}, needs [N+1] with N >= 1 sequences")
+        raise ValueError(f"cu_seqlens: got shape {shape_text(cu_seqlens)}, needs [N+1] with N >= 1 sequences")
     if batch != 1:
         raise ValueError(f"cu_seqlens: got a batch of {batch} rows, needs one row (B = 1)")
-    _require_device("cu_seqlens", cu_seqlens, "the tokens", device)
+    require_device("cu_seqlens", cu_seqlens, "the tokens", device)
     if not torch.compiler.is_compiling():
         _check_cu_seqlens_values(cu_seqlens, tokens)
     return cu_seqlens.numel() - 1
@@ -99,6 +102,28 @@ def _check_offsets(offsets: list[int], tokens: int) -> None:
         raise ValueError(f"cu_seqlens: got a last offset of {offsets[-1]}, needs at most T = {tokens}")
 
 
+def check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Check the shapes of q [B, T, HQ, K], k [B, T, H, K] and v [B, T, HV, V]; B, T, K, HV and V, or ValueError."""
+    for name, x, meaning in (("q", q, "[B, T, HQ, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: got shape {shape_text(x)}, needs 4 dimensions {meaning}")
+    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
+    if T == 0:
+        raise ValueError(f"q: got shape {shape_text(q)} with T = 0, needs at least one token")
+    if 0 in (B, HQ, H, HV, K, V):
+        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if 0 in x.shape)
+        raise ValueError(f"{name}: got shape {shape_text(x)}, needs no empty dimension")
+    require_shape("k", k, (B, T, H, K), "[B, T, H, K] with B, T and K of q")
+    require_shape("v", v, (B, T, HV, V), "[B, T, HV, V] with B and T of q")
+    if HV % H:
+        raise ValueError(f"v: got {HV} heads, needs a multiple of the {H} heads of k")
+    if HQ % H:
+        raise ValueError(f"q: got {HQ} heads, needs a multiple of the {H} heads of k")
+    if HQ % HV and HV % HQ:
+        raise ValueError(f"q: got {HQ} heads, needs a multiple or a divisor of the {HV} heads of v")
+    return B, T, K, HV, V
+
+
 def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
     """Check the arguments of a gated delta rule.
 
@@ -118,47 +143,31 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
     q, k, v, g, beta, initial_state, cu_seqlens = (*call[:5], call.initial_state, call.cu_seqlens)
     doubled, v_first = call.allow_neg_eigval, call.state_v_first
     plain = not (doubled or v_first)
-    device, dtype = _require_tensor("q", q).device, q.dtype
+    device, dtype = require_tensor("q", q).device, q.dtype
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _require_input(name, x, "q", q)
-    for name, x, meaning in (("q", q, "[B, T, HQ, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: got shape {_shape(x)}, needs 4 dimensions {meaning}")
+        require_input(name, x, "q", q)
+    B, T, K, HV, V = check_heads(q, k, v)
+    for name, x in (("k", k), ("v", v)):
         if x.dtype != dtype:
             plain = False
             if not drop_in:
                 raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype} (the dtype of q)")
-    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
-    if T == 0:
-        raise ValueError(f"q: got shape {_shape(q)} with T = 0, needs at least one token")
-    if 0 in (B, HQ, H, HV, K, V):
-        empty = next(name for name, x in (("q", q), ("k", k), ("v", v)) if 0 in x.shape)
-        raise ValueError(f"{empty}: got shape {_shape(q if empty == 'q' else k if empty == 'k' else v)}, "
-                         "needs no empty dimension")  # fmt: skip
-    _require_shape("k", k, (B, T, H, K), "[B, T, H, K] with B, T and K of q")
-    _require_shape("v", v, (B, T, HV, V), "[B, T, HV, V] with B and T of q")
-    if HV % H:
-        raise ValueError(f"v: got {HV} heads, needs a multiple of the {H} heads of k")
-    if HQ % H:
-        raise ValueError(f"q: got {HQ} heads, needs a multiple of the {H} heads of k")
-    if HQ % HV and HV % HQ:
-        raise ValueError(f"q: got {HQ} heads, needs a multiple or a divisor of the {HV} heads of v")
-    _require_shape("g", g, (B, T, HV), "[B, T, HV] with HV of v")
-    _require_shape("beta", beta, (B, T, HV), "[B, T, HV] with HV of v")
+    require_shape("g", g, (B, T, HV), "[B, T, HV] with HV of v")
+    require_shape("beta", beta, (B, T, HV), "[B, T, HV] with HV of v")
     N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, device)
     if initial_state is not None:
-        _require_tensor("initial_state", initial_state)
+        require_tensor("initial_state", initial_state)
         wanted = torch.float64 if dtype == torch.float64 else torch.float32
         if initial_state.dtype != wanted:
             plain = False
             if not drop_in:
                 raise TypeError(f"initial_state: got dtype {initial_state.dtype}, needs {wanted}")
-            _require_float("initial_state", initial_state)
-        _require_device("initial_state", initial_state, "q", device)
+            require_float("initial_state", initial_state)
+        require_device("initial_state", initial_state, "q", device)
         if v_first:
-            _require_shape("initial_state", initial_state, (N, HV, V, K), "[N, HV, V, K] with state_v_first")
+            require_shape("initial_state", initial_state, (N, HV, V, K), "[N, HV, V, K] with state_v_first")
         else:
-            _require_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]")
+            require_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]")
     if doubled and not call.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: doubles a sigmoid, needs use_beta_sigmoid_in_kernel")
     for name, gate in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
@@ -168,8 +177,8 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
                 continue
             if gate is None:
                 raise ValueError(f"{name}: got None, needs [HV] = [{HV}] when use_gate_in_kernel is set")
-            _require_input(name, gate, "q", q)
-            _require_shape(name, gate, (HV,), "[HV]")
+            require_input(name, gate, "q", q)
+            require_shape(name, gate, (HV,), "[HV]")
         elif gate is not None:
             raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
     if call.erase not in get_args(Erase):
@@ -186,12 +195,12 @@ def check_rotation(
             raise ValueError("sin: needs a tensor with cos, and None without")
         return
     for name, x in (("cos", cos), ("sin", sin)):
-        _require_float(name, _require_tensor(name, x))
-        _require_device(name, x, "q", device)
+        require_float(name, require_tensor(name, x))
+        require_device(name, x, "q", device)
     R = cos.shape[-1]
     if tuple(cos.shape) not in ((B, T, R), (1, T, R)) or R % 2 or not 0 < R <= channels:
-        raise ValueError(f"cos: got shape {_shape(cos)}, needs [{B} or 1, {T}, R] with an even R up to {channels}")
-    _require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
+        raise ValueError(f"cos: got shape {shape_text(cos)}, needs [{B} or 1, {T}, R] with an even R up to {channels}")
+    require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
 
 
 def check_slots(
@@ -200,8 +209,8 @@ def check_slots(
     """The rows that the changed tensors of a step need; raises ValueError or TypeError for slots that do not fit."""
     if slots is None:
         return B
-    _require_shape(name, _require_tensor(name, slots), (B,), "[B] with B of q")
-    _require_device(name, slots, "q", device)
+    require_shape(name, require_tensor(name, slots), (B,), "[B] with B of q")
+    require_device(name, slots, "q", device)
     if slots.dtype != torch.int32:
         raise TypeError(f"{name}: got dtype {slots.dtype}, needs torch.int32")
     return len(changed)
@@ -216,8 +225,8 @@ def check_changed(name: str, x: torch.Tensor, slots: torch.Tensor | None) -> Non
 def check_length(length: torch.Tensor | None, k: torch.Tensor) -> None:
     """Check the device's number of tokens of a prompt with keys k; raises ValueError or TypeError."""
     if length is not None:
-        _require_shape("length", _require_tensor("length", length), (1,), "[1]")
-        _require_device("length", length, "k", k.device)
+        require_shape("length", require_tensor("length", length), (1,), "[1]")
+        require_device("length", length, "k", k.device)
         if length.dtype != torch.int64:
             raise TypeError(f"length: got dtype {length.dtype}, needs int64")
 
@@ -234,36 +243,36 @@ def check_causal_conv1d(call: ConvCall) -> None:
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)):
         if tensor is None and name in ("bias", "initial_state"):
             continue
-        _require_input(name, tensor, "x", x)
+        require_input(name, tensor, "x", x)
     if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x: got shape {_shape(x)}, needs [B, T, D] with at least one token")
+        raise ValueError(f"x: got shape {shape_text(x)}, needs [B, T, D] with at least one token")
     B, T, D = x.shape
     if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] < 1:
-        raise ValueError(f"weight: got shape {_shape(weight)}, needs [D, W] with D = {D} and W >= 1")
+        raise ValueError(f"weight: got shape {shape_text(weight)}, needs [D, W] with D = {D} and W >= 1")
     if bias is not None:
-        _require_shape("bias", bias, (D,), "[D]")
+        require_shape("bias", bias, (D,), "[D]")
     if activation not in (None, "silu"):
         raise ValueError(f"activation: got {activation!r}, needs None or 'silu'")
     N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, x.device)
     if initial_state is not None:
-        _require_shape("initial_state", initial_state, (N, D, weight.shape[1] - 1), "[N, D, W-1]")
+        require_shape("initial_state", initial_state, (N, D, weight.shape[1] - 1), "[N, D, W-1]")
 
 
 def check_gated_rms_norm(call: GatedNormCall) -> None:
     """Check the arguments of the gated norm; raises ValueError or TypeError."""
     x, z, weight, _ = call
-    _require_input("x", x, "x", x)
-    _require_input("weight", weight, "x", x)
+    require_input("x", x, "x", x)
+    require_input("weight", weight, "x", x)
     if z is not None:
-        _require_input("z", z, "x", x)
+        require_input("z", z, "x", x)
     if x.dim() < 1 or x.shape[-1] == 0:
-        raise ValueError(f"x: got shape {_shape(x)}, needs [..., D] with D >= 1")
+        raise ValueError(f"x: got shape {shape_text(x)}, needs [..., D] with D >= 1")
     if z is not None:
-        _require_shape("z", z, x.shape, "the shape of x")
+        require_shape("z", z, x.shape, "the shape of x")
     if weight.dim() not in (1, 2) or weight.shape != x.shape[-weight.dim() :]:
         raise ValueError(
-            f"weight: got shape {_shape(weight)}, needs [D] or [H, D] matching the last dimensions of x, "
-            f"which is {_shape(x)}"
+            f"weight: got shape {shape_text(weight)}, needs [D] or [H, D] matching the last dimensions of x, "
+            f"which is {shape_text(x)}"
         )
 
 
@@ -271,10 +280,10 @@ def check_silu_product(call: SiluProductCall) -> None:
     """Check the arguments of the product of a feed-forward block; raises ValueError or TypeError."""
     gate, up = call
     for name, x in (("gate", gate), ("up", up)):
-        _require_input(name, x, "gate", gate)
+        require_input(name, x, "gate", gate)
     if gate.dim() != 3 or 0 in gate.shape:
-        raise ValueError(f"gate: got shape {_shape(gate)}, needs [B, T, D] without empty dimensions")
-    _require_shape("up", up, tuple(gate.shape), "the shape of gate")
+        raise ValueError(f"gate: got shape {shape_text(gate)}, needs [B, T, D] without empty dimensions")
+    require_shape("up", up, tuple(gate.shape), "the shape of gate")
     if up.dtype != gate.dtype:
         raise TypeError(f"up: got dtype {up.dtype}, needs {gate.dtype} (the dtype of gate)")
     refuse_gradients("silu_product", "F.silu(gate) * up", gate, up)
@@ -284,7 +293,7 @@ def check_rms_norm(call: RMSNormCall) -> None:
     """Check the arguments of the norm of a residual sum; raises ValueError or TypeError."""
     x, weight, eps, offset, round_first, residual, total = call
     check_gated_rms_norm(GatedNormCall(x, None, weight, eps))
-    _require_shape("weight", weight, (x.shape[-1],), "[D]")
+    require_shape("weight", weight, (x.shape[-1],), "[D]")
     if round_first and weight.dtype != x.dtype:
         raise TypeError(f"weight: got dtype {weight.dtype}, needs that of x ({x.dtype}) with round_first")
     if round_first and offset != 0:
@@ -294,9 +303,9 @@ def check_rms_norm(call: RMSNormCall) -> None:
     for name, tensor in (("residual", residual), ("total", total)):
         if tensor is None:
             continue
-        tensor = _require_tensor(name, tensor)
-        _require_device(name, tensor, "x", x.device)
-        _require_shape(name, tensor, tuple(x.shape), "the shape of x")
+        tensor = require_tensor(name, tensor)
+        require_device(name, tensor, "x", x.device)
+        require_shape(name, tensor, tuple(x.shape), "the shape of x")
         if tensor.dtype != x.dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, needs that of x ({x.dtype})")
     if total is not None and not total.is_contiguous():

@@ -400,6 +400,8 @@ def test_what_is_wrong_is_named() -> None:
         packed_step_(q[:, :, :1].transpose(1, 2).double(), *(x[:, :, :1].transpose(1, 2) for x in (k, v)), cache)
     with pytest.raises(ValueError, match="slots: got None, needs the rows of the sequences with pages"):
         packed_step_(*(x[:, :, :1].transpose(1, 2) for x in (q, k, v)), cache, pages=torch.ones(len(q), 1).int())
+    with pytest.raises(ValueError, match=r"^packed_step_ has no gradients"):
+        packed_step_(*(x[:, :, :1].transpose(1, 2).requires_grad_() for x in (q, k, v)), cache)
     new = [x.transpose(1, 2) for x in (q, k, v)]
     with pytest.raises(ValueError, match="sinks=5"):
         packed_part(*new, cache, 4, sinks=5)

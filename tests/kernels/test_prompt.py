@@ -210,7 +210,7 @@ def test_the_operators_are_registered_consistently() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"head_dim": 0}, "head_dim: got 0, needs an int"),
+    ({"head_dim": 0}, "head_dim: got 0, needs at least 1"),
     ({"head_dim": 5}, r"q: got shape \[2, 9, 32\], needs \[B, T, heads \* 5\]"),
     ({"q": torch.zeros(2, 0, 64)}, "q: got shape"),
     ({"k": torch.zeros(2, 8, 16)}, "k: got shape"),
@@ -222,8 +222,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"k_offset": torch.zeros(2, 16)}, "k_offset: got shape"),
     ({"k_offset": torch.zeros(1, 16).int()}, "k_offset: got dtype torch.int32"),
     ({"conv_weight": torch.zeros(64, 4).requires_grad_()}, "prompt_inputs has no gradients"),
-    ({"window_heads": 2}, "window_heads: got 2, needs an int from 0 to 1, the heads of k"),
-    ({"kv_repeats": 0}, "kv_repeats: got 0, needs an int"),
+    ({"window_heads": 2}, "window_heads: got 2, needs at most 1, the heads of k"),
+    ({"kv_repeats": 0}, "kv_repeats: got 0, needs at least 1"),
+    ({"kv_repeats": 1.0}, "kv_repeats: got float, needs int"),
     ({"kv_repeats": 2}, r"conv_weight: got shape \[64, 4\], needs \[C, W\] with C = 96"),
 ]
 

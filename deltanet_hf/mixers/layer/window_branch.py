@@ -32,6 +32,7 @@ from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
+from deltanet_kernels.window.cpu import attention
 
 
 class ShareSlopes(Part):
@@ -193,22 +194,9 @@ class WindowBranch(Part):
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, for rows with padding or with tokens from the cache in front: keys, values [B, S + T, HK, D]."""
         if q.shape[1] <= few_queries(self.window, q):
-            mask = tokens.sees(seen, self.window, self.sinks, None)
-            return with_learned_sinks(*_masked(q, keys, values, mask, self.scale, self.softcap), self.learned_sinks)
+            mask = tokens.sees(seen, self.window, self.sinks, None).unsqueeze(1)
+            k, v = (x.transpose(1, 2).float() for x in (keys, values))
+            near, lse = attention(q.float(), k, v, mask, self.scale, self.softcap)
+            return with_learned_sinks(near.to(values.dtype), lse, self.learned_sinks)
         near, lse = in_order(lambda q, k, v, _: self.attend(q, k, v, None), q, keys, values, seen)
         return near, lse
-
-
-def _masked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of few queries: q [B, T, HQ, D], k, v [B, N, HK, D], mask [B, T, N] bool."""
-    groups = q.shape[2] // k.shape[2]
-    grouped = q.unflatten(2, (-1, groups)).float()
-    scores = torch.einsum("bthgd,bnhd->bthgn", grouped, k.float()) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
-    lse = scores.logsumexp(-1)
-    output = torch.einsum("bthgn,bnhd->bthgd", (scores - lse.unsqueeze(-1)).exp(), v.float())
-    return output.flatten(2, 3).to(v.dtype), lse.flatten(2, 3)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from deltanet_kernels.arguments import RuleDims
+from deltanet_kernels.arguments import RuleCall, RuleDims
 
 
 class ChannelCall(NamedTuple):
@@ -60,9 +60,7 @@ class ChannelCall(NamedTuple):
     @property
     def dims(self) -> RuleDims:
         """Sizes of checked arguments."""
-        (B, T, HQ, K), H, (HV, V) = self.q.shape, self.k.shape[2], self.v.shape[2:]
-        N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        return RuleDims(B, T, H, HQ, HV, max(HQ, HV), K, V, N)
+        return RuleCall(*self[:5], cu_seqlens=self.cu_seqlens).dims
 
     def needs_gradients(self) -> bool:
         """Whether autograd records this call."""

@@ -25,7 +25,7 @@ def torch_recurrent_gated_delta_rule(call: RuleCall) -> tuple[torch.Tensor, torc
     else:
         state = call.initial_state.clone()
     o = torch_recurrent_step_(
-        call.q, call.k, call.v, call.g, call.beta, state, call.scale, call.use_qk_l2norm_in_kernel, A_log=call.A_log,
+        call.q, call.k, call.v, call.g, call.beta, state, call.factor, call.use_qk_l2norm_in_kernel, A_log=call.A_log,
         dt_bias=call.dt_bias, use_beta_sigmoid_in_kernel=call.use_beta_sigmoid_in_kernel, erase=call.erase,
     )  # fmt: skip
     return o, state if call.output_final_state else None
@@ -38,18 +38,17 @@ def torch_recurrent_step_(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
+    scale: float,
+    use_qk_l2norm_in_kernel: bool,
     *,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    erase: Erase = "decayed",
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    erase: Erase,
 ) -> torch.Tensor:
     """The recurrence, updating the state [B, HV, K, V] in place; with A_log and dt_bias, g is the raw gate logit."""
-    (B, T, HQ, K), (HV, V) = q.shape, v.shape[2:]
+    (B, T, HQ, _), (HV, V) = q.shape, v.shape[2:]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scale = K**-0.5 if scale is None else scale
     with no_autocast(q.device):
         g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
         q_, k_ = by_state(q.to(dtype), k.to(dtype), HV, scale, use_qk_l2norm_in_kernel)

@@ -22,7 +22,7 @@ from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 def present(v: torch.Tensor, gate: torch.Tensor | None, fill: float) -> torch.Tensor:
     """The gate itself, or `fill` for every token and head of v [B, T, HV, V]."""
     if gate is None:
-        checks._require_tensor("v", v)
+        checks.require_tensor("v", v)
         return torch.full(v.shape[:3], fill, device=v.device)
     return gate
 
@@ -45,9 +45,7 @@ def recurrent_with_fine_gates(call: RuleCall, gk: torch.Tensor | None, gv: torch
         ("gv", gv, (*tokens, dims.V), values),
     ):
         if gate is not None:
-            checks._require_float(name, checks._require_tensor(name, gate))
-            checks._require_device(name, gate, "q", call.q.device)
-            checks._require_shape(name, gate, shape, meaning)
+            checks.require_shape(name, checks.require_input(name, gate, "q", call.q), shape, meaning)
     if gk is not None and call.erase == "undecayed":
         raise ValueError("gk: got a tensor, needs None with erase='undecayed'")
     by_column = per_value or gv is not None

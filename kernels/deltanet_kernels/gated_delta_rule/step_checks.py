@@ -6,15 +6,15 @@ import torch
 
 from deltanet_kernels.arguments import LATE, Erase, StepCall
 from deltanet_kernels.checks import (
-    _require_count,
-    _require_device,
-    _require_float,
-    _require_shape,
-    _require_tensor,
-    _shape,
     check_changed,
     check_rotation,
     check_slots,
+    require_device,
+    require_float,
+    require_least,
+    require_shape,
+    require_tensor,
+    shape_text,
 )
 
 LATE_SIZES = {"late_writes": ("R", "K + V"), "late_decay": ("R",), "late_count": (), "state_scale": ("K",)}
@@ -36,14 +36,14 @@ def check_gated_delta_step(call: StepCall) -> None:
     }  # fmt: skip
     tensors = {name: x for name, x in given.items() if x is not None}
     for name, x in tensors.items():
-        if _require_tensor(name, x).dtype != torch.int8 or name != "state" or call.late_writes is None:
-            _require_float(name, x)
+        if require_tensor(name, x).dtype != torch.int8 or name != "state" or call.late_writes is None:
+            require_float(name, x)
     if padding is not None:
         tensors["padding"] = padding
     for name, x in tensors.items():
-        _require_device(name, x, "q", q.device)
+        require_device(name, x, "q", q.device)
     if state.dim() != 4 or 0 in state.shape:
-        raise ValueError(f"state: got shape {_shape(state)}, needs [B, HV, K, V] without empty dimensions")
+        raise ValueError(f"state: got shape {shape_text(state)}, needs [B, HV, K, V] without empty dimensions")
     for name in ("state", "conv_tail"):
         if name in tensors:
             check_changed(name, tensors[name], call.slots)
@@ -51,12 +51,12 @@ def check_gated_delta_step(call: StepCall) -> None:
     B, T = q.shape[:2]
     rows = check_slots(call.slots, B, q.device, state)
     _check_state(call, rows)
-    _require_shape("state", state, (rows, HV, K, V), "[B, HV, K, V] with B of q")
+    require_shape("state", state, (rows, HV, K, V), "[B, HV, K, V] with B of q")
     heads = {name: _count_heads(name, x, B, T, size) for name, x, size in (("q", q, K), ("k", k, K), ("v", v, V))}
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    _require_count("kv_repeats", call.kv_repeats)
+    require_least("kv_repeats", call.kv_repeats, 1)
     HQ, H = heads["q"], heads["k"] * call.kv_repeats
     if heads["v"] * call.kv_repeats != HV:
         times = f" / {call.kv_repeats}" if call.kv_repeats > 1 else ""
@@ -67,12 +67,12 @@ def check_gated_delta_step(call: StepCall) -> None:
         )
     HO = max(HQ, HV)
     for name, x in (("a", a), ("b", b)):
-        _require_shape(name, x, (B, T, HV), "[B, T, HV] with HV of the state")
+        require_shape(name, x, (B, T, HV), "[B, T, HV] with HV of the state")
     if (A_log is None) != (dt_bias is None):
         raise ValueError("dt_bias: needs a tensor with A_log, and None without")
     for name in ("A_log", "dt_bias"):
         if name in tensors:
-            _require_shape(name, tensors[name], (HV,), "[HV]")
+            require_shape(name, tensors[name], (HV,), "[HV]")
     if call.erase not in get_args(Erase):
         raise ValueError(f"erase: got {call.erase!r}, needs one of {', '.join(map(repr, get_args(Erase)))}")
     if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
@@ -82,16 +82,16 @@ def check_gated_delta_step(call: StepCall) -> None:
     if conv_weight is not None and conv_tail is not None:
         C = (HQ + H) * K + HV * V
         if conv_weight.dim() != 2 or conv_weight.shape[0] != C or conv_weight.shape[1] < 1:
-            raise ValueError(f"conv_weight: got shape {_shape(conv_weight)}, needs [C, W] with C = {C} and W >= 1")
-        _require_shape("conv_tail", conv_tail, (rows, C, conv_weight.shape[1] - 1), "[B, C, W-1]")
+            raise ValueError(f"conv_weight: got shape {shape_text(conv_weight)}, needs [C, W] with C = {C} and W >= 1")
+        require_shape("conv_tail", conv_tail, (rows, C, conv_weight.shape[1] - 1), "[B, C, W-1]")
     if z is not None and _count_heads("z", z, B, T, V) != HO:
-        raise ValueError(f"z: got shape {_shape(z)}, needs {HO} heads of {V}")
+        raise ValueError(f"z: got shape {shape_text(z)}, needs {HO} heads of {V}")
     if norm_weight is not None and tuple(norm_weight.shape) not in ((V,), (HO, V)):
-        raise ValueError(f"norm_weight: got shape {_shape(norm_weight)}, needs [{V}] or [{HO}, {V}]")
+        raise ValueError(f"norm_weight: got shape {shape_text(norm_weight)}, needs [{V}] or [{HO}, {V}]")
     if k_offset is not None:
-        _require_shape("k_offset", k_offset, (H, K), "[H, K] with H of k")
+        require_shape("k_offset", k_offset, (H, K), "[H, K] with H of k")
     if padding is not None:
-        _require_shape("padding", padding, (B, T), "[B, T]")
+        require_shape("padding", padding, (B, T), "[B, T]")
         if padding.dtype != torch.bool:
             raise TypeError(f"padding: got dtype {padding.dtype}, needs torch.bool")
     check_rotation(cos, sin, B, T, K, q.device)
@@ -119,8 +119,8 @@ def _check_state(call: StepCall, rows: int) -> None:
     for name, x in late.items():
         if x is not None:
             shape = (rows, HV, *(sizes[size] for size in LATE_SIZES[name]))
-            _require_shape(name, x, shape, f"[B, HV, {', '.join(LATE_SIZES[name])}]")
-            _require_device(name, x, "q", call.q.device)
+            require_shape(name, x, shape, f"[B, HV, {', '.join(LATE_SIZES[name])}]")
+            require_device(name, x, "q", call.q.device)
             check_changed(name, x, call.slots)
             if x.dtype not in (allowed := dtypes.get(name, (wide,))):
                 raise TypeError(f"{name}: got dtype {x.dtype}, needs {' or '.join(map(str, allowed))}")
@@ -133,6 +133,6 @@ def _count_heads(name: str, x: torch.Tensor, B: int, T: int, size: int) -> int:
     width = x.shape[2] * (x.shape[3] if x.dim() == 4 else 1) if x.dim() in (3, 4) else 0
     if width == 0 or width % size or T == 0 or tuple(x.shape[:2]) != (B, T) or (x.dim() == 4 and x.shape[3] != size):
         raise ValueError(
-            f"{name}: got shape {_shape(x)}, needs [{B}, {T}, heads * {size}] or [{B}, {T}, heads, {size}], T >= 1"
+            f"{name}: got shape {shape_text(x)}, needs [{B}, {T}, heads * {size}] or [{B}, {T}, heads, {size}], T >= 1"
         )
     return width // size

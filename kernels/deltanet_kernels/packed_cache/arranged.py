@@ -26,6 +26,7 @@ from deltanet_kernels.packed_cache.layout import (
     unpacked,
 )
 from deltanet_kernels.packed_cache.reference import known_lengths, torch_pack_prompt, torch_prompt_attention
+from deltanet_kernels.window.cpu import attention
 
 MOST_SCORES = 2**24  # that a call holds at a time
 QUERIES = 256  # of a call at a time where windows end, at least: each such run reads a window more than its own places
@@ -125,15 +126,9 @@ class ArrangedTokens:
             seen = (j >= 0) & (j <= i) & torch.where(is_own, same, ~same)
             seen = seen & ((i - j < window) | (j < sinks)) & (i - j < limit)
             seen = seen | ((i < 0) & is_sink)  # padding sees something, because nothing gives NaN
-            grouped = some.unflatten(2, (keys.shape[1], -1)).to(wide)
-            scores = torch.einsum("bthgd,bhnd->bthgn", grouped, keys) * scale
-            if softcap is not None:
-                scores = softcap * (scores / softcap).tanh()
-            scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
-            lse = scores.logsumexp(-1)
-            output = torch.einsum("bthgn,bhnd->bthgd", (scores - lse.unsqueeze(-1)).exp(), values)
-            outputs.append(output.flatten(2, 3).to(q.dtype))
-            sums.append(lse.flatten(2, 3))
+            output, lse = attention(some.to(wide), keys, values, seen.unsqueeze(1), scale, softcap)
+            outputs.append(output.to(q.dtype))
+            sums.append(lse)
         return torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltanet_kernels.checks import (
-    _require_float,
-    _require_shape,
-    _require_tensor,
     check_length,
     check_rotation,
     check_slots,
     refuse_gradients,
+    require_float,
+    require_shape,
+    require_tensor,
 )
 from deltanet_kernels.packed_cache.calls import (
     PackedAttentionCall,
@@ -30,20 +30,20 @@ from deltanet_kernels.window.checks import check_window_attention
 def check_packed_attention(call: PackedAttentionCall) -> None:
     """Raises ValueError or TypeError."""
     _check_attention(call, len(call.cache.keys))
+    refuse_gradients("packed_attention", "window_attention", call.q, *call.cache)
 
 
 def _check_attention(call: PackedAttentionCall, rows: int) -> None:
     held = call.cache.keys
     _check_queries(call.q, (rows, call.q.shape[1], 1, held.shape[3]), 1, "[B, HQ, 1, D] of the cache", call)
-    refuse_gradients("packed_attention", "window_attention", call.q, *call.cache)
 
 
 def _check_queries(
     q: Tensor, shape: tuple[int, ...], heads: int, names: str, call: PackedAttentionCall | PackedPartCall
 ) -> None:
     """Those of a call, whose dimension `heads` is that of the heads, and what they see."""
-    _require_float("q", _require_tensor("q", q))
-    _require_shape("q", q, shape, names)
+    require_float("q", require_tensor("q", q))
+    require_shape("q", q, shape, names)
     held = call.cache.keys.shape[1]
     if q.shape[heads] % held:
         raise ValueError(f"q: got {q.shape[heads]} heads, needs a multiple of the {held} heads of the cache")
@@ -60,14 +60,14 @@ def check_packed_step(call: PackedStepCall) -> None:
     if call.pages is not None:
         if call.slots is None:
             raise ValueError("slots: got None, needs the rows of the sequences with pages")
-        _require_shape("pages", _require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
+        require_shape("pages", require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
         check_slots(call.pages[:, 0], B, call.q.device, call.cache.key_codes, name="pages")
     for name, x in (("k", call.k), ("v", call.v)):
         _check_like(name, x, call.q)
-        _require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
+        require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
     check_rotation(call.cos, call.sin, B, 1, D, call.q.device)
     _check_attention(call.attention, B)
-    refuse_gradients("packed_step_", "window_attention", call.k, call.v)
+    refuse_gradients("packed_step_", "window_attention", *call[:3], *call.cache)
 
 
 def check_round_tokens(call: RoundTokensCall) -> None:
@@ -97,13 +97,13 @@ def check_packed_part(call: PackedPartCall) -> None:
     B, HK, _, D = call.cache.keys.shape
     T, rows, names = call.q.shape[1], B, "B, T"
     if call.cu_seqlens is not None:
-        _require_shape("cu_seqlens", _require_tensor("cu_seqlens", call.cu_seqlens), (B + 1,), "[B + 1] of the cache")
+        require_shape("cu_seqlens", require_tensor("cu_seqlens", call.cu_seqlens), (B + 1,), "[B + 1] of the cache")
         rows, names = 1, "1, T"
         if not 0 < call.longest <= T:
             raise ValueError(f"longest: got {call.longest}, needs the most tokens of a sequence")
     for name, x in (("k", call.k), ("v", call.v)):
         _check_like(name, x, call.q)
-        _require_shape(name, x, (rows, T, HK, D), f"[{names}, HK, D] of the cache")
+        require_shape(name, x, (rows, T, HK, D), f"[{names}, HK, D] of the cache")
     if not T:
         raise ValueError("q: got no tokens")
     _check_queries(call.q, (rows, T, call.q.shape[2], D), 2, f"[{names}, HQ, D] of the cache", call)
@@ -120,15 +120,15 @@ def check_prompt_attention(call: PromptAttentionCall) -> None:
         raise ValueError(f"sinks: got {sinks}, needs at most {SINKS}")
     B, T, HK, D = k.shape
     for name, x in zip(("keys", "values"), others, strict=True):
-        _require_shape(name, _require_tensor(name, x), (B, (T - 1) // GROUP * GROUP, HK, D), "[B, N * 32, HK, D]")
+        require_shape(name, require_tensor(name, x), (B, (T - 1) // GROUP * GROUP, HK, D), "[B, N * 32, HK, D]")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
     refuse_gradients("prompt_attention", "window_attention", *others)
 
 
 def _check_tokens(k: Tensor, v: Tensor) -> None:
-    _require_float("k", _require_tensor("k", k))
-    _require_shape("v", _require_tensor("v", v), tuple(k.shape), "the shape of k")
+    require_float("k", require_tensor("k", k))
+    require_shape("v", require_tensor("v", v), tuple(k.shape), "the shape of k")
     D = k.shape[-1]
     if k.dim() != 4 or (D % GROUP and (D > GROUP or D % 2)):
         raise ValueError(f"k: got shape {list(k.shape)}, needs four dimensions with D in whole groups of channels")
@@ -140,6 +140,6 @@ def _check_bits(bits: int) -> None:
 
 
 def _check_like(name: str, x: Tensor, q: Tensor) -> None:
-    _require_float(name, _require_tensor(name, x))
+    require_float(name, require_tensor(name, x))
     if x.dtype != q.dtype:
         raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")

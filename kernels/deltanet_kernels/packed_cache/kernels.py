@@ -1,4 +1,4 @@
-"""The kernels on a packed cache: attention over a span of its groups, appending a token, and packing a prompt.
+"""The kernels on a packed cache: attention over a span of its groups, and appending a token.
 
 A thread of the tensor cores' products holds pairs of neighbouring numbers. The codes lie in the order in which threads
 hold them (`layout.py`), so that the words that a thread loads are the numbers that it multiplies, and none goes through

@@ -5,17 +5,19 @@ import math
 import torch
 
 from deltanet_kernels.checks import (
-    _require_device,
-    _require_float,
-    _require_shape,
-    _require_tensor,
-    _shape,
     check_changed,
     check_cu_seqlens,
     check_length,
     check_rotation,
     check_slots,
     refuse_gradients,
+    require_device,
+    require_float,
+    require_input,
+    require_least,
+    require_shape,
+    require_tensor,
+    shape_text,
 )
 from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
 
@@ -49,7 +51,7 @@ def check_window_step(call: WindowStepCall) -> None:
     _check_softcap(softcap)
     (B, T, HQ, D), HK, S = q.shape, k.shape[2], window + sinks
     if T != 1:
-        raise ValueError(f"q: got shape {_shape(q)} with {T} tokens, needs one token")
+        raise ValueError(f"q: got shape {shape_text(q)} with {T} tokens, needs one token")
     rows = check_slots(slots, B, q.device, count)
     cache: tuple[tuple[str, torch.Tensor, tuple[int, ...], str, torch.dtype], ...] = (
         ("keys", keys, (rows, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
@@ -58,14 +60,14 @@ def check_window_step(call: WindowStepCall) -> None:
         ("count", count, (rows,), "[B]", torch.int32),
     )
     for name, x, shape, meaning, dtype in cache:
-        _require_tensor(name, x)
-        _require_device(name, x, "q", q.device)
-        _require_shape(name, x, shape, meaning)
+        require_tensor(name, x)
+        require_device(name, x, "q", q.device)
+        require_shape(name, x, shape, meaning)
         if x.dtype != dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype}")
         check_changed(name, x, slots)
     if reach is not None:
-        _check_least("reach", reach, 1)
+        require_least("reach", reach, 1)
     check_rotation(cos, sin, B, 1, D, q.device)
     parts = dict(zip(("share_logit", "far", "far_slope", "near_slope"), mixture, strict=True))
     given = [name for name, x in parts.items() if x is not None]
@@ -82,12 +84,12 @@ def check_window_step(call: WindowStepCall) -> None:
     for name, tensor, shape, meaning in optional:
         if tensor is None:
             continue
-        _require_tensor(name, tensor)
-        _require_device(name, tensor, "q", q.device)
-        _require_shape(name, tensor, shape, meaning)
+        require_tensor(name, tensor)
+        require_device(name, tensor, "q", q.device)
+        require_shape(name, tensor, shape, meaning)
         wanted = {"padding": torch.bool, "far_slope": torch.float32, "near_slope": torch.float32}.get(name)
         if wanted is None:
-            _require_float(name, tensor)
+            require_float(name, tensor)
         elif tensor.dtype != wanted and not (wanted is torch.float32 and tensor.dtype is q.dtype is torch.float64):
             raise TypeError(f"{name}: got dtype {tensor.dtype}, needs {wanted}")
 
@@ -100,13 +102,13 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
     near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, _ = call
-    _require_float("near", _require_tensor("near", near))
+    require_input("near", near, "near", near)
     if near.dim() != 4 or 0 in near.shape:
-        raise ValueError(f"near: got shape {_shape(near)}, needs [B, T, H, D] without empty dimensions")
+        raise ValueError(f"near: got shape {shape_text(near)}, needs [B, T, H, D] without empty dimensions")
     B, T, H, D = near.shape
-    _check_least("places", places, 1)
+    require_least("places", places, 1)
     if reach is not None:
-        _check_least("reach", reach, 1)
+        require_least("reach", reach, 1)
     parts: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
         ("lse", lse, (B, T, H), "[B, T, H]"),
         ("far", far, (B, T, H, D), "the shape of near"),
@@ -124,15 +126,12 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
         ),
     )
     for name, x, shape, meaning in (*parts, *(part for part in optional if part[1] is not None)):
-        x = _require_tensor(name, x)
-        _require_float(name, x)
-        _require_device(name, x, "near", near.device)
-        _require_shape(name, x, shape, meaning)
+        require_shape(name, require_input(name, x, "near", near), shape, meaning)
     if numbers is not None:
-        _require_device("numbers", _require_tensor("numbers", numbers), "near", near.device)
+        require_device("numbers", require_tensor("numbers", numbers), "near", near.device)
         if numbers.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"numbers: got dtype {numbers.dtype}, needs int32 or int64")
-        _require_shape("numbers", numbers, (B if numbers.shape[:1] == (B,) else 1, T), "[B, T] or [1, T]")
+        require_shape("numbers", numbers, (B if numbers.shape[:1] == (B,) else 1, T), "[B, T] or [1, T]")
     tensors = (near, lse, far, share_logit, far_slope, near_slope, z, norm_weight)
     refuse_gradients("window_mixture", "operations of PyTorch", *tensors)
 
@@ -153,24 +152,22 @@ def check_window_keep(call: WindowKeepCall) -> None:
 
 def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _require_tensor(name, x)
-        _require_float(name, x)
-        _require_device(name, x, "q", q.device)
+        require_input(name, x, "q", q)
         if x.dim() != 4 or 0 in x.shape:
             heads = "HQ" if name == "q" else "HK"
-            raise ValueError(f"{name}: got shape {_shape(x)}, needs [B, T, {heads}, D] without empty dimensions")
+            raise ValueError(f"{name}: got shape {shape_text(x)}, needs [B, T, {heads}, D] without empty dimensions")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    _require_shape("k", k, (B, T, HK, D), "[B, T, HK, D] with B, T and D of q")
-    _require_shape("v", v, (B, T, HK, D), "the shape of k")
+    require_shape("k", k, (B, T, HK, D), "[B, T, HK, D] with B, T and D of q")
+    require_shape("v", v, (B, T, HK, D), "the shape of k")
     if HQ % HK:
         raise ValueError(f"q: got {HQ} heads, needs a multiple of the {HK} heads of k")
 
 
 def _check_reach(window: int, sinks: int) -> None:
-    _check_least("window", window, 1)
-    _check_least("sinks", sinks, 0)
+    require_least("window", window, 1)
+    require_least("sinks", sinks, 0)
 
 
 def _check_softcap(softcap: float | None) -> None:
@@ -180,10 +177,3 @@ def _check_softcap(softcap: float | None) -> None:
         raise TypeError(f"softcap: got {type(softcap).__name__}, needs a float or None")
     if not 0 < softcap < math.inf:
         raise ValueError(f"softcap: got {softcap}, needs a finite number above 0, or None for no cap")
-
-
-def _check_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {type(value).__name__}, needs int")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, needs at least {least}")

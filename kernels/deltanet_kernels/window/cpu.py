@@ -29,16 +29,14 @@ def block_size(window: int, tokens: int, flash: bool) -> int:
 def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` in PyTorch, float32 inside (float64 for float64 inputs)."""
     q, k, v, window, sinks, _, cu_seqlens, softcap = call
-    T = q.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    token = torch.arange(T, device=q.device)
-    # The tokens after the last packed sequence form one sequence more, whose results are dropped.
-    start = torch.zeros_like(token) if cu_seqlens is None else _starts(token, cu_seqlens)
-    tail = None if cu_seqlens is None else token >= cu_seqlens[-1]
-    if tail is not None:  # 0 * NaN is NaN
-        q, k, v = (x.masked_fill(tail[:, None, None], 0.0) for x in (q, k, v))
+    start = tail = None
+    if cu_seqlens is not None:  # the tokens after the last sequence form one more, whose results are dropped
+        token = torch.arange(q.shape[1], device=q.device)
+        start, tail = _starts(token, cu_seqlens), token >= cu_seqlens[-1]
+        q, k, v = (x.masked_fill(tail[:, None, None], 0.0) for x in (q, k, v))  # 0 * NaN is NaN
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    o, lse = blocked_attention(q, k, v, window, sinks, call.factor, softcap, None if cu_seqlens is None else start)
+    o, lse = blocked_attention(q, k, v, window, sinks, call.factor, softcap, start)
     if tail is not None:
         o, lse = o.masked_fill(tail[:, None, None], 0.0), lse.masked_fill(tail[:, None], 0.0)
     return o.to(call.q.dtype), lse
@@ -52,7 +50,7 @@ def blocked_attention(
     sinks: int,
     scale: float,
     softcap: float | None,
-    start: torch.Tensor | None = None,
+    start: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `torch_window_attention`, of tensors in one dtype.
 
