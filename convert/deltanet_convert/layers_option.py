@@ -56,7 +56,9 @@ def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
         return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
     path = Path(os.path.expanduser(spec))
     if not os.path.exists(path):  # False also for what no file can be called
-        raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:25% or an existing file")
+        raise UserError(
+            f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:5%@16k, auto:25% or an existing file"
+        )
     return _check_indices(f"--layers {path}", _from_file(path), num_layers)
 
 

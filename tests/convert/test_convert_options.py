@@ -48,7 +48,7 @@ def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
         ("keep:0,1,2,3,4,5", "keeps all 6 layers"),
         pytest.param("some" * 1000, "or an existing file", id="long"),
         ("~nobody-of-this-name/x", "or an existing file"),
-        ("some", "expected all, every:N, keep:3,7,11, auto:25% or an existing file"),
+        ("some", "expected all, every:N, keep:3,7,11, auto:5%@16k, auto:25% or an existing file"),
     ],
 )
 def test_refused_layers(spec: str, message: str) -> None:
