@@ -45,6 +45,12 @@ class Head:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def product_gradient(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The gradient with respect to the product, of that with respect to the logits; all [N, V]."""
+        if self.softcap is not None:
+            gradient = gradient * (1.0 - (logits / self.softcap) ** 2)
+        return gradient / self.divisor if self.divisor != 1.0 else gradient
+
 
 @dataclass(frozen=True)
 class KlTerms:
@@ -57,8 +63,9 @@ class KlTerms:
     recall_weight: float = 0.0
 
 
-# (student hidden, student weight, labels, teacher inputs...) -> (summed loss, summed KL, summed cross-entropy)
-ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# (student hidden, student weight, labels, teacher inputs...) -> (sums of loss, KL and cross-entropy [3], gradient of
+# the loss with respect to hidden times weight [n, V])
+ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
@@ -70,18 +77,18 @@ def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
 
     def chunk(
         hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *given: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         product = F.linear(hidden, weight)
-        weights = None
-        with torch.no_grad():
-            if terms.recall_weight > 0:
-                teacher_hidden, windowed_hidden, teacher_weight, mean = given
-                teacher = teacher_head.logits(teacher_hidden, teacher_weight)
-                windowed = teacher_head.logits(windowed_hidden, teacher_weight)
-                weights = recall_weights(teacher, windowed, terms.recall_weight) / mean
-            else:
-                teacher = teacher_head.logits(*given)
-        return _from_logits(head.scaled(product), teacher, labels, terms, product.dtype, weights)
+        student, weights = head.scaled(product), None
+        if terms.recall_weight > 0:
+            teacher_hidden, windowed_hidden, teacher_weight, mean = given
+            teacher = teacher_head.logits(teacher_hidden, teacher_weight)
+            windowed = teacher_head.logits(windowed_hidden, teacher_weight)
+            weights = recall_weights(teacher, windowed, terms.recall_weight) / mean
+        else:
+            teacher = teacher_head.logits(*given)
+        sums, gradient = _from_logits(student, teacher, labels, terms, weights)
+        return sums, head.product_gradient(gradient, student).to(product.dtype)
 
     return chunk
 
@@ -109,22 +116,19 @@ def _from_logits(
     teacher: torch.Tensor,
     labels: torch.Tensor,
     terms: KlTerms,
-    dtype: torch.dtype,
     weights: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of logits [n, V] with its gradient written out; `weights` [n] are those of the KL term of each token.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums [3] of a ChunkLoss and the gradient of the loss with respect to the student's logits [n, V].
 
-    This takes one pass over the logits for the normalisers and one for values and gradient; autograd would take two
-    more. With p = softmax(s / temperature) and u = softmax(t / temperature), the gradient with respect to s is
+    `weights` [n] are those of the KL term of each token; the KL that is returned for the log has none. One pass over
+    the logits takes the normalisers and one values and gradient; autograd would take two more. With
+    p = softmax(s / temperature) and u = softmax(t / temperature), the gradient is
 
         temperature (p - u) for temperature^2 KL(u || p) (Hinton et al. 2015, eq. 2), and
         temperature p (log p - log u - KL(p || u)) for temperature^2 KL(p || u).
-
-    The gradient is kept in `dtype`, the dtype of the product with the output matrix, to which it is rounded anyway.
-    The KL that is returned for the log has no weights.
     """
-    s, tau = student.detach(), terms.temperature
-    log_p, log_u = F.log_softmax(s / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
+    tau = terms.temperature
+    log_p, log_u = F.log_softmax(student / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
     p, u = log_p.exp(), log_u.exp()
     if terms.reverse:
         kl = kl_from_log_probs(log_p, log_u)
@@ -135,23 +139,21 @@ def _from_logits(
     weighted = kl
     if weights is not None:
         weighted, gradient = kl * weights, gradient * weights[:, None]
-    log_p = log_p if tau == 1.0 else F.log_softmax(s, dim=-1)
-    is_label = torch.arange(s.shape[-1], device=s.device) == labels[:, None]
+    log_p = log_p if tau == 1.0 else F.log_softmax(student, dim=-1)
+    is_label = torch.arange(student.shape[-1], device=student.device) == labels[:, None]
     ce = -torch.where(is_label, log_p, 0.0).sum(-1)
     gradient = terms.kl_weight * gradient + terms.ce_weight * (log_p.exp() - is_label.float())
     scored = labels >= 0
-    kl_sum = (kl * tau**2).masked_fill(~scored, 0.0).sum()
-    weighted_sum = (weighted * tau**2).masked_fill(~scored, 0.0).sum()
-    ce_sum = ce.masked_fill(~scored, 0.0).sum()
-    through = (student.to(dtype) * gradient.masked_fill(~scored[:, None], 0.0).to(dtype)).sum()
-    return terms.kl_weight * weighted_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
+    kl_sum, weighted_sum, ce_sum = (x.masked_fill(~scored, 0.0).sum() for x in (kl * tau**2, weighted * tau**2, ce))
+    loss = terms.kl_weight * weighted_sum + terms.ce_weight * ce_sum
+    return torch.stack([loss, kl_sum, ce_sum]), gradient.masked_fill(~scored[:, None], 0.0)
 
 
 class ChunkedLoss(torch.autograd.Function):
     """Runs a ChunkLoss over pieces of the tokens and takes the gradients of each piece at once.
 
-    Only the logits of one piece exist at a time. The backward pass scales the gradient of the hidden states that the
-    forward pass took; the output matrix is not trained.
+    Only the logits of one piece exist at a time. The forward pass takes the gradient of the hidden states, and the
+    backward pass scales it; the output matrix is not trained.
     """
 
     @staticmethod
@@ -173,17 +175,14 @@ class ChunkedLoss(torch.autograd.Function):
             per_token: tensors [N, ...] of which each call of the chunk's loss gets its piece.
             shared: tensors that every call gets as they are.
         """
-        needs_hidden = ctx.needs_input_grad[2]  # type: ignore[attr-defined]
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
         sums = hidden.new_zeros(3, dtype=torch.float32)
         for begin in range(0, hidden.shape[0], size):
             piece = slice(begin, begin + size)
-            with torch.set_grad_enabled(needs_hidden):
-                h = hidden[piece].detach().requires_grad_(needs_hidden)
-                results = chunk_loss(h, weight, labels[piece], *(t[piece] for t in per_token), *shared)
+            some, gradient = chunk_loss(hidden[piece], weight, labels[piece], *(t[piece] for t in per_token), *shared)
+            sums += some
             if d_hidden is not None:
-                (d_hidden[piece],) = torch.autograd.grad(results[0], h)
-            sums += torch.stack([result.detach() for result in results])
+                d_hidden[piece] = gradient @ weight
         ctx.save_for_backward(d_hidden)  # type: ignore[arg-type]
         return sums[0], sums[1], sums[2]
 
