@@ -20,10 +20,10 @@ from datasets import Dataset
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.tasks.suites import SEED
 
 ITEMS = 60
 OPTIONS = 4
-_SEED = 1234
 _CLOZE_WORDS = 60
 _REPEAT_WORDS = 90
 # Most vocabularies hold frequent words of these lengths as one token, so one forward pass scores all four options.
@@ -37,7 +37,7 @@ def cloze(text_folder: str | None = None, items: int = ITEMS, **_: Any) -> dict[
     """The `custom_dataset` function of `demo_cloze` for lm-eval: rows of context, options and index of the answer."""
     words = _words(text_folder)
     common = _common_words(words)
-    rng = random.Random(_SEED)
+    rng = random.Random(SEED)
     followers: dict[str, dict[str, None]] = defaultdict(dict)  # dicts keep the order of the text
     for previous, word in pairwise(words):
         if word in common:
@@ -55,7 +55,7 @@ def repeat(text_folder: str | None = None, items: int = ITEMS, **_: Any) -> dict
     """The `custom_dataset` function of `demo_repeat` for lm-eval; a context is a passage and its cut copy."""
     words = _words(text_folder)
     common = _common_words(words)
-    rng = random.Random(_SEED + 1)
+    rng = random.Random(SEED + 1)
     half = _REPEAT_WORDS // 2
     rows = []
     for end in _spread([i for i, word in enumerate(words) if word in common], len(words), items, half, rng):

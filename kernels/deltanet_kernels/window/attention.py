@@ -82,7 +82,7 @@ def window_backward(
     config = window_config("gradients_q", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
     make = torch.zeros if chunks.varlen else torch.empty
-    dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq = make(q.shape, dtype=q.dtype, device=q.device)
     delta = torch.empty_like(lse)
     parts = lse.new_empty(chunks.count, 2, HQ, sinks, D)
     sums = lse.new_empty(chunks.rows, 2, HK, sinks, D)
@@ -105,15 +105,16 @@ def window_backward(
     config = window_config("gradients_k", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.N, cu_seqlens)
     heads = key_heads(HQ // HK, chunks.count * HK, multiprocessors(q.device))
-    if heads < HQ // HK:  # else one program's sums are complete
-        dk, dv = (make((HQ // HK // heads, *x.shape), dtype=torch.float32, device=x.device) for x in (k, v))
+    summed = HQ // HK // heads  # programs that share keys, each with sums of its own
+    shape, dtype = (k.shape, k.dtype) if summed == 1 else ((summed, *k.shape), torch.float32)
+    dk, dv = (make(shape, dtype=dtype, device=k.device) for _ in range(2))
     launch(
         gradients_k_kernel, chunks.count * (HQ // heads),
         q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys, values,
         *lengths, window, scale, k.numel(), *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages,
         CAP=softcap, GROUP=group, HEADS=heads, PRECISION=precision, num_warps=config.warps,
     )  # fmt: skip
-    if heads < HQ // HK:
+    if summed > 1:
         dk, dv = (x.sum(0).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv
 

@@ -11,15 +11,14 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.recall_tasks import ITEMS, single_token_words
+from deltanet_hf.evaluation.tasks.suites import SEED
 
 LEAD = 64  # tokens of text before the fact of a distance probe
 SPREAD = 2048  # tokens over which the pairs of a load probe are spread
 ASKED = 16  # pairs that a load probe asks for
 
 
-def one_fact(
-    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, distance: int, count: int = 64, seed: int = 1234
-) -> list[Probe]:
+def one_fact(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, distance: int, count: int = 64) -> list[Probe]:
     """One fact, `distance` tokens of text, and the question about it.
 
     Args:
@@ -28,7 +27,7 @@ def one_fact(
 
     Raises UserError if the text is too short.
     """
-    rng = random.Random(f"{seed} distance {distance}")
+    rng = random.Random(f"{SEED} distance {distance}")
 
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False)["input_ids"])
@@ -45,9 +44,7 @@ def one_fact(
     return probes
 
 
-def spread_pairs(
-    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int = 64, seed: int = 1234
-) -> list[Probe]:
+def spread_pairs(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int = 64) -> list[Probe]:
     """Lines "key value" of single-token words, spread over a text of fixed length, and questions about at most 16.
 
     The length does not depend on the number of pairs, so the distances of the facts do not either.
@@ -55,7 +52,7 @@ def spread_pairs(
     Raises UserError if the pairs do not fit, or the vocabulary or the text is too small.
     """
     words, newline = _words(tokenizer, 2 * pairs), _newline(tokenizer)
-    rng = random.Random(f"{seed} load {pairs}")
+    rng = random.Random(f"{SEED} load {pairs}")
     probes = []
     for _ in range(count):
         drawn = rng.sample(words, 2 * pairs)
@@ -67,13 +64,13 @@ def spread_pairs(
     return probes
 
 
-def replaced_pairs(tokenizer: PreTrainedTokenizerBase, pairs: int, count: int = 64, seed: int = 1234) -> list[Probe]:
+def replaced_pairs(tokenizer: PreTrainedTokenizerBase, pairs: int, count: int = 64) -> list[Probe]:
     """Two lists of lines "key value" with the same keys and other values, and questions; the second list holds.
 
     Raises UserError if the vocabulary is too small.
     """
     words, newline = _words(tokenizer, 3 * pairs), _newline(tokenizer)
-    rng = random.Random(f"{seed} replaced {pairs}")
+    rng = random.Random(f"{SEED} replaced {pairs}")
     probes = []
     for _ in range(count):
         drawn = rng.sample(words, 3 * pairs)
