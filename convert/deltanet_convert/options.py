@@ -247,7 +247,7 @@ class ConvertOptions(Options):
     def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
         """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
 
-        The windows that a selection plans are those of `--mixer window`, unless `--set` gives one.
+        The windows that a selection plans are those of the mixer, if it has windows and `--set` gives none.
         """
         if not isinstance(kept, Selection):
             return self.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
@@ -256,7 +256,7 @@ class ConvertOptions(Options):
             table = self.head_table(layers, heads, frozenset(kept.heads), teacher)
         else:
             table = self.table(layers, kept.layers, teacher)
-        if kept.planned_windows is None or not self.plans_windows:
+        if kept.planned_windows is None or self._sets_window or not self.mixer.endswith(WindowAttention.name):
             return table
         return table.with_windows(kept.planned_windows)
 
@@ -267,8 +267,12 @@ class ConvertOptions(Options):
 
     @property
     def plans_windows(self) -> bool:
-        """Whether a selection may decide how long windows are."""
-        return self.mixer == WindowAttention.name and not any(change.startswith("window=") for change in self.changes)
+        """Whether a budget in bytes may decide how long windows are."""
+        return self.mixer == WindowAttention.name and not self._sets_window
+
+    @property
+    def _sets_window(self) -> bool:
+        return any(change.startswith("window=") for change in self.changes)
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""

@@ -10,7 +10,7 @@ branch has its own part of the layer's cache (`cache/mixed_cache.py`). Weight na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -66,6 +66,10 @@ class MixedHeadsSettings(MixerSettings):
         mixer = _linear_mixer(self.linear_mixer, where)
         if "linear" in self.heads and not isinstance(self.linear, mixer.Settings):
             raise ValueError(f"{where}.linear: got {self.linear!r}, expected the settings of {self.linear_mixer}")
+
+    def with_window(self, window: int) -> MixedHeadsSettings:
+        linear = None if self.linear is None else self.linear.with_window(window)
+        return replace(self, window=window, linear=linear)
 
     def indices(self, kind: Head) -> list[int]:
         """The key/value heads of one kind, ascending."""

@@ -110,7 +110,7 @@ class LayerTable:
             layers.append(name if name == SOFTMAX else f"{name}_{window}")
             if name != SOFTMAX:
                 kind = self.kinds[name]
-                kinds[layers[-1]] = Kind(kind.mixer, replace(kind.settings, window=window))
+                kinds[layers[-1]] = Kind(kind.mixer, kind.settings.with_window(window))
         return replace(self, kinds=kinds, layers=tuple(layers))
 
     @classmethod

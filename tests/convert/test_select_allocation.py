@@ -115,8 +115,12 @@ def test_the_file_of_a_plan(far: Path, tmp_path: Path) -> None:
     assert {name: kind.settings.window for name, kind in table.kinds.items()} == {"local_97": 97, "local_33": 33}
     changed = tiny_job(far, tmp_path / "out", **options, changes=("window=65",)).table.only_kind
     assert changed.settings.window == 65
-    with_state = tiny_job(far, tmp_path / "out", layers=file, mixer="gated_deltanet+window").table.only_kind
-    assert with_state.settings.window == 256
+    with_states = tiny_job(far, tmp_path / "out", layers=file, mixer="gated_deltanet+window").table
+    assert [with_states[layer].settings.window for layer in range(4)] == [97, 97, 33, 97]
+    file = written(tmp_path, planned_windows=(97, 97, 33, 97), kept=((2, 1),))
+    mixed = tiny_job(far, tmp_path / "out", layers=file, mixer="gated_deltanet+window").table[2]
+    assert mixed is not None
+    assert (mixed.settings.heads, mixed.settings.linear.window) == (("linear", "softmax"), 33)
     file = written(tmp_path, planned_windows=(97, 33, 97, 97), kept=((0,), (3,)), unit="layer")
     assert tiny_job(far, tmp_path / "out", **options).table.layers == ("softmax", "local_33", "local_97", "softmax")
     for windows in ([97, 33, 97], [97, 33, 97, 0], [97, 33, 97, "97"], None, 97):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 Self = TypeVar("Self", bound="MixerSettings")
@@ -33,6 +33,11 @@ class MixerSettings:
         settings = cls(**values)
         settings.validate(where)
         return settings
+
+    def with_window(self: Self, window: int) -> Self:
+        """The same with a window of so many tokens, for mixers that have one."""
+        changes: dict[str, Any] = {"window": window}
+        return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
