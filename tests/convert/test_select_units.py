@@ -19,7 +19,7 @@ from deltanet_convert.select.objectives import AnswerLoss, TextKL
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.select.probes import haystack, selection_probes
 from deltanet_convert.select.references import References
-from deltanet_convert.select.scoring import Score, Scorer
+from deltanet_convert.select.scoring import ScaledLoss, Scorer
 from deltanet_convert.select.switchable import SwitchableModel, blended
 from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly, every_nth
 from deltanet_hf.errors import UserError
@@ -262,7 +262,7 @@ def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatc
 
 
 def test_formats_that_say_nothing_are_dropped(tmp_path: Path) -> None:
-    score = Score(cast(Any, None), cast(Any, None), torch.tensor([1.0]), torch.tensor([3.0]))
+    score = ScaledLoss(cast(Any, None), cast(Any, None), torch.tensor([1.0]), torch.tensor([3.0]))
     assert score.rescaled(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [0.0, 0.5, 1.0]
     tiny_teacher("llama", max_position_embeddings=512).save_pretrained(tmp_path / "random")
     tiny_tokenizer().save_pretrained(tmp_path / "random")

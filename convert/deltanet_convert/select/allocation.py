@@ -25,7 +25,7 @@ from ..views.plan_view import shown_windows, size
 from .cache_sizes import SINKS
 from .objectives import AnswerLoss, TextKL
 from .references import References
-from .scoring import Score, Scorer
+from .scoring import ScaledLoss, Scorer
 from .switchable import SwitchableModel
 from .task import SelectionTask
 from .units import Candidates, Unit, whole_heads
@@ -144,7 +144,7 @@ class _Measure:
         options, tokenizer = task.options, task.teacher.tokenizer
         self.text = TextKL.of_texts(tokenizer, length, options.probes, min(length, POSITIONS), options.seed)
         scorer.losses(self.text, None)  # keeps the teacher's logits
-        self.answers: Score | None = None
+        self.answers: ScaledLoss | None = None
         if options.method != "kl":
             asked = AnswerLoss.of_texts(tokenizer, length, options.probes, options.window, options.seed)
             references = References.measure(scorer, asked)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .scoring import Score
+from .scoring import ScaledLoss
 from .units import Unit
 
 METHODS = ("forward", "gradient", "kl", "uniform")
@@ -39,7 +39,7 @@ NextUnit = Callable[[list[Unit]], Round]
 class Forward:
     """Keeps the unit that lowers the score most."""
 
-    def __init__(self, score: Score, units: Sequence[Unit]) -> None:
+    def __init__(self, score: ScaledLoss, units: Sequence[Unit]) -> None:
         self.score, self.units = score, units
 
     def __call__(self, kept: list[Unit]) -> Round:
@@ -52,14 +52,14 @@ class Forward:
         return Round(best, scores[best], gains)
 
     @cached_property
-    def _few(self) -> Score:
+    def _few(self) -> ScaledLoss:
         return self.score.thinned(RANKING_STEP)
 
 
 class Gradient:
     """Keeps the unit with the steepest derivative of the score with respect to its gate; all are taken each round."""
 
-    def __init__(self, score: Score, units: Sequence[Unit]) -> None:
+    def __init__(self, score: ScaledLoss, units: Sequence[Unit]) -> None:
         self.score, self.units = score, units
 
     def __call__(self, kept: list[Unit]) -> Round:
@@ -68,7 +68,7 @@ class Gradient:
         return Round(best, self.score.of([*kept, best]), slopes)
 
 
-def _slopes(score: Score, kept: list[Unit], candidates: Sequence[Unit]) -> dict[Unit, float]:
+def _slopes(score: ScaledLoss, kept: list[Unit], candidates: Sequence[Unit]) -> dict[Unit, float]:
     """How steeply the score falls with the gate of each candidate."""
     derivatives = score.gradients(kept)
     return {unit: -float(derivatives[unit].sum()) for unit in candidates}

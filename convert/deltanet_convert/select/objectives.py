@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltanet_hf.data import prefix_ids
 
-from .probes import Probe, haystack, selection_probes
+from .probes import SelectionProbe, haystack, selection_probes
 
 KL_STRIDE = 8  # every 8th position of running text is compared: neighbours see nearly the same context
 
@@ -47,7 +47,7 @@ class Objective(ABC):
 class AnswerLoss(Objective):
     """Negative log-likelihood of the answers of recall probes, in nats per token; a part per format."""
 
-    def __init__(self, probes: Sequence[Probe]) -> None:
+    def __init__(self, probes: Sequence[SelectionProbe]) -> None:
         self.probes = list(probes)
         self.names = tuple(dict.fromkeys(probe.format for probe in probes))
         self.ids = torch.tensor([probe.ids for probe in probes])

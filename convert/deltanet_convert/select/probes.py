@@ -19,7 +19,7 @@ CHARACTERS = 60_000  # of each text
 
 
 @dataclass(frozen=True)
-class Probe:
+class SelectionProbe:
     """A text with questions.
 
     Attributes:
@@ -47,7 +47,7 @@ def selection_probes(
     window: int,
     seed: int,
     formats: Sequence[Format] = FORMATS,
-) -> list[Probe]:
+) -> list[SelectionProbe]:
     """`count` probes of each format, all of `length` tokens.
 
     A probe holds up to 6 facts. All of them lie further than `window` tokens before the questions, unless the text is
@@ -66,7 +66,9 @@ def selection_probes(
     ]
 
 
-def _probe(tokenizer: Any, text: np.ndarray, length: int, window: int, kind: Format, rng: random.Random) -> Probe:
+def _probe(
+    tokenizer: Any, text: np.ndarray, length: int, window: int, kind: Format, rng: random.Random
+) -> SelectionProbe:
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"]) if part else []
 
@@ -104,7 +106,7 @@ def _probe(tokenizer: Any, text: np.ndarray, length: int, window: int, kind: For
         answers.append((len(ids), len(ids) + len(values[index])))
         ids += values[index] + end_of_answer
     assert len(ids) == length
-    return Probe(kind.name, tuple(ids), tuple(answers))
+    return SelectionProbe(kind.name, tuple(ids), tuple(answers))
 
 
 def _length(

@@ -11,7 +11,7 @@ import torch
 from deltanet_hf.errors import UserError
 
 from .objectives import AnswerLoss, TextKL
-from .scoring import Score, Scorer
+from .scoring import ScaledLoss, Scorer
 
 LEAST_GAIN = 0.1  # nats per answer token that full attention has to gain over windows
 LEAST_SHARE = 0.15  # share of the windows' loss that full attention has to take off: otherwise the format is too hard
@@ -48,7 +48,7 @@ class References:
     def to_json(self) -> dict[str, Any]:
         return {"teacher": self.teacher, "windows": self.windows, "dropped": self.dropped}
 
-    def score(self, scorer: Scorer, objective: AnswerLoss | TextKL, name: str) -> Score:
+    def score(self, scorer: Scorer, objective: AnswerLoss | TextKL, name: str) -> ScaledLoss:
         """The score by these losses, on the objective without the dropped formats.
 
         Raises:
@@ -72,7 +72,7 @@ class References:
         if isinstance(objective, AnswerLoss) and self.dropped:
             objective = objective.only(kept)
         teacher, windows = (torch.tensor([losses[name] for name in kept]) for losses in (self.teacher, self.windows))
-        return Score(scorer, objective, teacher, windows)
+        return ScaledLoss(scorer, objective, teacher, windows)
 
 
 def _problem(teacher: float, windows: float) -> str | None:

@@ -109,7 +109,7 @@ class Scorer:
 
 
 @dataclass(frozen=True)
-class Score:
+class ScaledLoss:
     """The loss of an objective, rescaled: 0 is the teacher, 1 the model that has windows everywhere.
 
     Attributes:
@@ -150,6 +150,6 @@ class Score:
         """Derivatives [L, KV] of the score with respect to each head's gate; see `Scorer.gradients`."""
         return self.scorer.gradients(self.objective, kept, self.weights)
 
-    def thinned(self, step: int) -> Score:
+    def thinned(self, step: int) -> ScaledLoss:
         """The same on every `step`-th probe of each format, or row of text."""
         return replace(self, objective=self.objective.thinned(step))
