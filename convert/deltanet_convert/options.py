@@ -256,7 +256,7 @@ class ConvertOptions(Options):
             table = self.head_table(layers, heads, frozenset(kept.heads), teacher)
         else:
             table = self.table(layers, kept.layers, teacher)
-        if kept.planned_windows is None or self._sets_window or not self.mixer.endswith(WindowAttention.name):
+        if kept.planned_windows is None or not self.takes_windows:
             return table
         return table.with_windows(kept.planned_windows)
 
@@ -266,13 +266,15 @@ class ConvertOptions(Options):
         return self.layers.partition(":")[0] == AUTO
 
     @property
-    def plans_windows(self) -> bool:
-        """Whether a budget in bytes may decide how long windows are."""
-        return self.mixer == WindowAttention.name and not self._sets_window
+    def takes_windows(self) -> bool:
+        """Whether a selection may decide how long windows are."""
+        has_windows = self.mixer == WindowAttention.name or self.mixer.endswith(WINDOW_SUFFIX)
+        return has_windows and not any(change.startswith("window=") for change in self.changes)
 
     @property
-    def _sets_window(self) -> bool:
-        return any(change.startswith("window=") for change in self.changes)
+    def plans_windows(self) -> bool:
+        """Whether a budget in bytes may: a plan has windows without states."""
+        return self.mixer == WindowAttention.name and self.takes_windows
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""
