@@ -74,7 +74,8 @@ def softmax_error(attention: Any, layer: LayerKind, inputs: Tensor, kwargs: dict
 def _softmax_form(attention: Any, layer: Any) -> Any:
     """The attention with the weights of a layer; of a branch without a recurrent state, with all of its weights."""
     if not isinstance(layer, Mixer):
-        attention.load_state_dict(layer.state_dict())
+        weights = layer.state_dict()
+        attention.load_state_dict({name: weights[name] for name in attention.state_dict()})
         return attention
     kv_heads = layer.num_states // layer.kv_repeats
     groups = kv_heads // _kv_heads(attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,7 @@ def make_plan(
         insert_norms: give the kept layers q/k norms where the teacher has none (`norm_config.py`).
         threads: CPU threads that fits of different layers may share; 1 on a GPU, where one layer is fitted at a time.
     """
+    table = replace(table, key_order=table.key_order and int(teacher.model.model.layers[0].self_attn.head_dim) % 8 == 0)
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
     base = with_norms(teacher.config, kept) if inserted else teacher.config
@@ -141,7 +142,7 @@ def make_plan(
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
-        parameters=sum(spec.numel for spec in specs),
+        parameters=sum(spec.numel for spec in specs if spec.dtype.is_floating_point),
         nbytes=layout.nbytes,
         shards=len(layout.shards),
         sequence_length=row,
@@ -173,6 +174,7 @@ def _layer_plan(
     prefix = f"model.layers.{index}."
     before = {n.removeprefix(prefix): t for n, t in teacher.model.state_dict().items() if n.startswith(prefix)}
     mine = {spec.name.removeprefix(prefix): spec for spec in specs if spec.name.startswith(prefix)}
+    weights = {name: spec.shape for name, spec in mine.items() if spec.dtype.is_floating_point}
     replaced = table[index]
     attention: Any = student.model.layers[index].self_attn
     teacher_attention: Any = teacher.model.model.layers[index].self_attn
@@ -194,7 +196,7 @@ def _layer_plan(
         title="softmax" if replaced is None else attention.full_title,
         normed=index in getattr(student.config, INSERTED_QK_NORMS, ()),
         window=sliding_window(config, index),
-        **count_origins(before, {name: spec.shape for name, spec in mine.items()}, teacher_attention, attention),
+        **count_origins(before, weights, teacher_attention, attention),
         nbytes=sum(spec.nbytes for spec in mine.values()),
         state_bytes=fixed,
         kv_bytes_per_token=kv_heads * head_bytes,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
 from deltanet_hf.mixers.layer.parts import Part
-from deltanet_hf.models.layers import INSERTED_QK_NORMS
+from deltanet_hf.models.layers import INSERTED_QK_NORMS, LayerTable
 from deltanet_hf.process_memory import give_back_freed_memory
 
 from .activations import Activations
@@ -22,6 +22,7 @@ from .expert_stream import round_experts
 from .layer_stream import LayerStream
 from .start import start_rule
 from .start.calibration import LayerCalibration
+from .start.key_order import measured_key_order, set_key_order
 from .start.norm_fit import NormFigures, compare_attention, insert_norms
 from .start.turns import own_turn
 
@@ -36,6 +37,7 @@ class LayerWork:
     new: Any  # the attention that takes the place of the teacher's; the teacher's own where it stays
     calibration: Tensor  # [n, T, hidden]: the teacher's activations behind this layer on the calibration text
     inputs: Tensor | None  # [n, T, hidden]: inputs of the attention on that text, until the fit is done
+    key_order: Tensor | None  # [HK, 2, D], where the model has one (`start/key_order.py`)
     figures: dict[str, Any] = field(default_factory=dict)  # of the fit
 
     @property
@@ -77,8 +79,10 @@ class LayerStep:
         kwargs = moved(self.stream.layer_kwargs[index], self.device)
         new = self.student.model.layers[index].self_attn
         changes = isinstance(new, LayerKind) or index in getattr(self.student.config, INSERTED_QK_NORMS, ())
-        inputs, _ = _advance(layer, calibration, kwargs, keep=changes)
-        return LayerWork(index, layer, kwargs, new if changes else layer.self_attn, calibration, inputs)
+        ordered = LayerTable.of(self.student.config).key_order
+        inputs, _ = _advance(layer, calibration, kwargs, keep=changes or ordered)
+        order = measured_key_order(layer.self_attn, inputs, kwargs) if ordered else None
+        return LayerWork(index, layer, kwargs, new if changes else layer.self_attn, calibration, inputs, order)
 
     def fit(self, work: LayerWork) -> LayerWork:
         """Gives the new attention its start values."""
@@ -104,6 +108,8 @@ class LayerStep:
         inputs, wanted = _advance(layer, activations.held_out, work.kwargs, keep=work.changes)
         figures = self._check(work, inputs, wanted) if work.changes else {}
         layer.self_attn = work.new
+        if work.key_order is not None:
+            set_key_order(work.new, work.key_order)
         _round(layer, self.dtype)
         _advance(layer, activations.student, work.kwargs)
         return layer.to("cpu"), figures

@@ -215,7 +215,7 @@ class ConvertOptions(Options):
             teacher: see `recommended`.
         """
         kind, settings = self._kind(teacher)
-        return replace(LayerTable.uniform(kind, settings, num_layers, set(softmax)), cache_bits=self.cache_bits)
+        return self._with_bits(LayerTable.uniform(kind, settings, num_layers, set(softmax)))
 
     def head_table(
         self,
@@ -241,8 +241,7 @@ class ConvertOptions(Options):
                 "select whole layers (--unit layer), or leave the profile out"
             )
         kind, settings = self._kind(teacher)
-        table = LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax)
-        return replace(table, cache_bits=self.cache_bits)
+        return self._with_bits(LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax))
 
     def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
         """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
@@ -259,6 +258,10 @@ class ConvertOptions(Options):
         if kept.planned_windows is None or not self.takes_windows:
             return table
         return table.with_windows(kept.planned_windows)
+
+    def _with_bits(self, table: LayerTable) -> LayerTable:
+        ordered = self.cache_bits == 4 and self.profile != "qwen3_5"  # whose exports have no such tensors
+        return replace(table, cache_bits=self.cache_bits, key_order=ordered)
 
     @property
     def automatic(self) -> bool:

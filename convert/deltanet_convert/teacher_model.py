@@ -173,14 +173,15 @@ def tied_names(model: PreTrainedModel) -> set[str]:
 def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:
     """Name, shape and dtype of every tensor that a model (on the meta device) saves.
 
-    Tensors are stored in `dtype`, those whose name ends with one of `float32` in float32.
+    Numbers are stored in `dtype`, those whose name ends with one of `float32` in float32; indices as they are.
     """
     tied = tied_names(model)
-    return [
-        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(float32) else dtype)
-        for name, tensor in model.state_dict().items()
-        if name not in tied
-    ]
+    specs = []
+    for name, tensor in model.state_dict().items():
+        stored = torch.float32 if name.endswith(float32) else dtype
+        if name not in tied:
+            specs.append(TensorSpec(name, tuple(tensor.shape), stored if tensor.is_floating_point() else tensor.dtype))
+    return specs
 
 
 def _check_numbers(file: Path, raw: dict[str, Any]) -> None:

@@ -112,7 +112,8 @@ class WindowAttention(LayerKind):
     def kept(self) -> PackedReach:
         config: Any = self.config  # type: ignore[attr-defined]
         family_window = sliding_window(config, self.layer_idx)
-        return PackedReach.of(self.cache_bits, self.settings.window, self.settings.sinks, family_window)
+        own = self.settings.window, self.settings.sinks
+        return PackedReach.of(self.cache_bits, *own, family_window, getattr(self, "key_order", None))
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         config: Any = self.config  # type: ignore[attr-defined]

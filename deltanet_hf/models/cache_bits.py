@@ -7,6 +7,7 @@ and packs them in the cache (`packed_tokens.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
+KEY_ORDER = "key_order"  # name of the buffers
 BITS = (16, *PACKED_BITS, 3, 2)  # 3 and 2 are measured, but have no packed form
 
 
@@ -62,6 +64,27 @@ def use_cache_bits(model: PreTrainedModel, bits: int) -> None:
                 pack_softmax(branch, bits)
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
+
+
+def add_key_order(model: PreTrainedModel) -> None:
+    """Give every softmax attention, whole layers, single heads and windows, a buffer `key_order` (`PackedKeyValues`).
+
+    Its channels stand in their own order until a checkpoint says another.
+    """
+    decoder: Any = model.model
+    for layer in decoder.layers:
+        for attention, heads in softmax_parts(layer.self_attn):
+            order = torch.arange(attention.head_dim).expand(heads, 2, -1).contiguous()
+            attention.register_buffer(KEY_ORDER, order)
+
+
+def softmax_parts(attention: Any) -> Iterator[tuple[Any, int]]:
+    """The modules of a layer's attention that keep keys and values, and their numbers of key/value heads."""
+    for branch in branches_of(attention).values():
+        if not isinstance(branch, Mixer):
+            yield branch, int(branch.config.num_key_value_heads)
+        elif branch.window_branch is not None:
+            yield branch.window_branch, branch.window_branch.kv_heads
 
 
 def cache_bits_of(model: PreTrainedModel) -> int:

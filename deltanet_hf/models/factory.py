@@ -19,7 +19,7 @@ from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.assisted import AssistedGeneration
-from deltanet_hf.models.cache_bits import use_cache_bits
+from deltanet_hf.models.cache_bits import add_key_order, use_cache_bits
 from deltanet_hf.models.families import FAMILIES, Family, caps_scores
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
@@ -105,6 +105,8 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
             layer = self.model.layers[index]
             layer.self_attn = kind.mixer.from_attention(layer.self_attn, config, index, kind.settings)
         announce(self.model)
+        if table.key_order:
+            add_key_order(self)
         use_cache_bits(self, table.cache_bits)
         self.post_init()
 

@@ -1,11 +1,12 @@
 """The layer table: which kind of layer stands where. It is the `deltanet` entry of config.json.
 
     {"kinds": {"linear": {"mixer": "gated_deltanet", ...}, "local": {"mixer": "window", "window": 64, "sinks": 4}},
-     "layers": ["linear", "softmax", "local", ...], "cache_bits": 4}
+     "layers": ["linear", "softmax", "local", ...], "cache_bits": 4, "key_order": true}
 
 `layers` names a kind for every decoder layer; "softmax" is the teacher's own attention. Nothing else in the project
 computes which layers are converted. `cache_bits` is how many bits keys and values have in the model's cache
-(`cache_bits.py`); without it they have 16.
+(`cache_bits.py`); without it they have 16. With `key_order` the model has tensors that say which channels of its keys
+have 5 and 3 of the 4 bits (`cache_bits.add_key_order`).
 """
 
 from __future__ import annotations
@@ -55,11 +56,13 @@ class LayerTable:
         kinds: kinds by the names that `layers` uses.
         layers: a name of `kinds`, or "softmax", per decoder layer.
         cache_bits: bits of keys and values in the cache.
+        key_order: whether the model has a key order.
     """
 
     kinds: Mapping[str, Kind]
     layers: tuple[str, ...]
     cache_bits: int = 16
+    key_order: bool = False
 
     @classmethod
     def uniform(
@@ -144,7 +147,7 @@ class LayerTable:
         Raises:
             ValueError: naming the key that is missing, unknown or wrong.
         """
-        if not isinstance(values, Mapping) or set(values) - {"cache_bits"} != {"kinds", "layers"}:
+        if not isinstance(values, Mapping) or set(values) - {"cache_bits", "key_order"} != {"kinds", "layers"}:
             keys = f"keys {sorted(values)}" if isinstance(values, Mapping) else repr(values)
             raise ValueError(f"deltanet: got {keys}, expected `kinds` and `layers`; convert the model again")
         kinds, layers = values["kinds"], values["layers"]
@@ -161,7 +164,10 @@ class LayerTable:
         bits = values.get("cache_bits", 16)
         if type(bits) is not int or bits not in BITS:
             raise ValueError(f"deltanet.cache_bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
-        return cls(known, tuple(layers), bits)
+        ordered = values.get("key_order", False)
+        if type(ordered) is not bool:
+            raise ValueError(f"deltanet.key_order: got {ordered!r}, expected true or false")
+        return cls(known, tuple(layers), bits, ordered)
 
     @classmethod
     def of(cls, config: Any) -> LayerTable:
@@ -171,7 +177,8 @@ class LayerTable:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, as it stands in config.json."""
         table = {"kinds": {name: kind.to_dict() for name, kind in self.kinds.items()}, "layers": list(self.layers)}
-        return table if self.cache_bits == 16 else {**table, "cache_bits": self.cache_bits}
+        bits = {} if self.cache_bits == 16 else {"cache_bits": self.cache_bits}
+        return table | bits | ({"key_order": True} if self.key_order else {})
 
     def __getitem__(self, index: int) -> Kind | None:
         """The kind of a layer; None for softmax."""

@@ -25,6 +25,7 @@ from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models import factory, qwen3_5
+from deltanet_hf.models.cache_bits import KEY_ORDER
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.vllm_plugin.cache import packed_bytes, set_page_bytes, state_pages
 from deltanet_hf.vllm_plugin.checks import family_config
@@ -57,6 +58,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
             self._put(name, nn.Identity())
         super().recursive_replace()
         for name, part in aside.items():
+            _make_loadable(part)
             self._put(name, served(part, name, settings))
         set_page_bytes(settings)
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={f"{name}.": f"{name}.layer." for name in aside})
@@ -104,11 +106,14 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         )
 
     def init_parameters(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """As in the base class, with the parameters in float32 that are so whatever the model's dtype."""
+        """As in the base class, with the parameters in float32 that are so whatever the model's dtype, and indices."""
         super().init_parameters(module, dtype)
         for name, parameter in module.named_parameters():
             if name.rpartition(".")[2] in FLOAT32_NAMES:
                 parameter.data = parameter.data.float()
+            elif name.rpartition(".")[2] == KEY_ORDER:
+                places = torch.arange(parameter.shape[-1], device=parameter.device)
+                parameter.data = places.expand(parameter.shape).contiguous()
 
     # What vLLM's cache asks of a model with states.
 
@@ -134,6 +139,14 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
     def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
         """How prefix caching copies a page."""
         return MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
+
+
+def _make_loadable(part: Any) -> None:
+    """Key orders as parameters: vLLM loads no buffers."""
+    for module in part.modules():
+        order = module._buffers.pop(KEY_ORDER, None)
+        if order is not None:
+            module.register_parameter(KEY_ORDER, nn.Parameter(order, requires_grad=False))
 
 
 def _own(prefix: str, module: nn.Module) -> Iterator[tuple[str, LayerKind | PackedSoftmax]]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from deltanet_kernels import (
-    PackedKeyValues,
     pack_groups,
     pack_prompt,
     packed_attention,
@@ -38,7 +37,7 @@ from deltanet_kernels.packed_cache.reference import (
     torch_packed_attention,
     torch_packed_step_,
 )
-from tests.kernels.packed_cases import definition, empty, tokens
+from tests.kernels.packed_cases import definition, empty, key_order, rounded_keys, tokens
 from tests.kernels.test_decode_attention import bfloat16_products  # noqa: F401  a fixture
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
 
@@ -73,23 +72,24 @@ def test_tokens_are_rounded_to_8_bits(form: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(one, other) for one, other in zip(grads, found, strict=True))
 
 
-CASES = [  # tokens, window, sinks, limit, cap, bits, large heads
-    (3, EVERYTHING, 0, EVERYTHING, None, 4, True),
-    (33, EVERYTHING, 0, EVERYTHING, 3.0, 8, True),
-    (105, EVERYTHING, 0, EVERYTHING, None, 4, False),
-    (105, EVERYTHING, 0, EVERYTHING, None, 8, True),
-    (105, 40, 4, EVERYTHING, None, 8, False),
-    (105, 40, 4, 90, 3.0, 4, True),
-    (97, 33, 2, EVERYTHING, None, 8, False),
-    (105, 9, 0, EVERYTHING, None, 4, False),
+CASES = [  # tokens, window, sinks, limit, cap, bits, with a key order, large heads
+    (3, EVERYTHING, 0, EVERYTHING, None, 4, False, True),
+    (33, EVERYTHING, 0, EVERYTHING, 3.0, 8, False, True),
+    (105, EVERYTHING, 0, EVERYTHING, None, 4, False, False),
+    (105, EVERYTHING, 0, EVERYTHING, None, 4, True, False),
+    (105, EVERYTHING, 0, EVERYTHING, None, 8, False, True),
+    (105, 40, 4, EVERYTHING, None, 8, False, False),
+    (105, 40, 4, 90, 3.0, 4, True, True),
+    (97, 33, 2, EVERYTHING, None, 8, False, False),
+    (105, 9, 0, EVERYTHING, None, 4, False, False),
 ]
 
 
 @pytest.mark.parametrize(("form", "head_sizes"), [("torch", (16, 96)), ("triton", (64, 128))], ids=["torch", "triton"])
-@pytest.mark.parametrize(("T", "window", "sinks", "limit", "cap", "bits", "large"), CASES)
+@pytest.mark.parametrize(("T", "window", "sinks", "limit", "cap", "bits", "ordered", "large"), CASES)
 def test_a_token_at_a_time(
-    form: str, head_sizes: tuple[int, int], large: bool, bits: int, T: int, window: int, sinks: int, limit: int,
-    cap: float | None, monkeypatch: pytest.MonkeyPatch,
+    form: str, head_sizes: tuple[int, int], large: bool, bits: int, ordered: bool, T: int, window: int, sinks: int,
+    limit: int, cap: float | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A ring holds as many groups as a window sees, and the second sequence begins later."""
     D = head_sizes[large]
@@ -100,7 +100,8 @@ def test_a_token_at_a_time(
     attend = FORMS[form]
     q, k, v = tokens(T, D, dtype)
     groups = min(-(-(window - 1) // GROUP), T // GROUP + 2)
-    cache = empty(k, groups, bits)
+    order = key_order(D) if ordered else None
+    cache = empty(k, groups, bits, order)
     late = 20 if T == 105 else 0
     for t in range(T):
         if t == late:
@@ -110,45 +111,49 @@ def test_a_token_at_a_time(
     found, lse = attend(PackedAttentionCall(q[:, :, -1:], cache, window, sinks, limit, 0.2, cap))
     for row, first in ((0, 0), (1, late)):
         one = slice(row, row + 1)
-        wanted, wanted_lse = definition(q[one], k[one, :, first:], v[one, :, first:], bits, window, sinks, limit, cap)
+        own = q[one], k[one, :, first:], v[one, :, first:]
+        wanted, wanted_lse = definition(*own, bits, window, sinks, limit, cap, order=order)
         assert (found[one].double() - wanted).abs().max() < rounding * (wanted.abs().max() + 1)
         assert (lse[one].double() - wanted_lse).abs().max() < 5 * rounding
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("order", [None, key_order(64)], ids=["", "ordered"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits(form: str, dtype: torch.dtype) -> None:
+def test_sixteen_bits(form: str, order: torch.Tensor | None, dtype: torch.dtype) -> None:
     attend = FORMS[form]
     q, k, v = tokens(100, 64, dtype)
-    cache = empty(k, 3, 4)
+    cache = empty(k, 3, 4, order)
     for t in range(100):
         append(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
     found, _ = attend(PackedAttentionCall(q[:, :, -1:], cache, scale=0.2))
-    wanted, _ = definition(q, k, v, 4, EVERYTHING, 0, EVERYTHING, None)
+    wanted, _ = definition(q, k, v, 4, EVERYTHING, 0, EVERYTHING, None, order=order)
     assert found.dtype == dtype
     assert (found.double() - wanted).norm() < torch.finfo(dtype).eps * wanted.norm()
 
 
 @pytest.mark.parametrize(
-    ("D", "dtype", "bits"),
+    ("D", "dtype", "bits", "ordered"),
     [
-        (64, torch.float32, 4),
-        (64, torch.bfloat16, 8),
-        (64, torch.float16, 4),
-        (128, torch.bfloat16, 4),
-        (128, torch.float32, 8),
+        (64, torch.float32, 4, False),
+        (64, torch.float32, 4, True),
+        (64, torch.bfloat16, 8, False),
+        (64, torch.float16, 4, False),
+        (128, torch.bfloat16, 4, False),
+        (128, torch.bfloat16, 4, True),
+        (128, torch.float32, 8, False),
     ],
     ids=str,
 )
-def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: int) -> None:
+def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: int, ordered: bool) -> None:
     """Kernel, PyTorch and single tokens give the same bits, also where all numbers of a group are equal."""
     q, k, v = tokens(65, D, dtype, 2, 2, 2)
     k[0, 0, :32, 5], v[1, 1, 7, 32:] = 0.25, 0.0
     as_made = k.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes it
-    found, wanted = (
-        pack(PackGroupsCall(as_made[:, :, :64], v[:, :, :64], bits)) for pack in (pack_groups_triton, torch_pack_groups)
-    )
-    cache = empty(k, 2, bits)
+    order = key_order(D) if ordered else None
+    call = PackGroupsCall(as_made[:, :, :64], v[:, :, :64], bits, order)
+    found, wanted = (pack(call) for pack in (pack_groups_triton, torch_pack_groups))
+    cache = empty(k, 2, bits, order)
     for t in range(65):
         one_token = [x[:, :, t : t + 1] for x in (q, k, v)]
         if t == 0 or t % GROUP:
@@ -192,10 +197,12 @@ def test_sequences_in_rows_of_larger_tensors(step_: Any, paged: bool, poisoned_m
     """In slots, with a ring of their own or with pages of two groups, they are as in tensors of their own."""
     B, HQ, HK, D = 3, 4, 2, 64
     window, groups = (None, 4) if paged else (40, 2)
-    wanted_in = empty(torch.zeros(B, HK, 1, D, device=DEVICE), groups, 4)
-    wide = [torch.full((7, 2 * x[0].numel()), 77, device=DEVICE).to(x.dtype) for x in wanted_in]
-    larger = empty(torch.zeros(7, HK, 1, D, device=DEVICE), 2, 4)
-    found_in = PackedKeyValues(*(rows[:, : x[0].numel()].view(x.shape) for rows, x in zip(wide, larger, strict=True)))  # type: ignore[call-arg]
+    order = key_order(D) if paged else None
+    wanted_in = empty(torch.zeros(B, HK, 1, D, device=DEVICE), groups, 4, order)
+    wide = [torch.full((7, 2 * x[0].numel()), 77, device=DEVICE).to(x.dtype) for x in wanted_in.tensors]
+    larger = empty(torch.zeros(7, HK, 1, D, device=DEVICE), 2, 4, order)
+    rows_and_tensors = list(zip(wide, larger.tensors, strict=True))
+    found_in = larger.with_tensors(rows[:, : x[0].numel()].view(x.shape) for rows, x in rows_and_tensors)
     slots = torch.tensor([5, 2, 4, 0, 0], dtype=torch.int32, device=DEVICE)
     pages = torch.tensor([[1, 6], [3, 5], [2, 4], [0, 0], [0, 0]], dtype=torch.int32, device=DEVICE)
     found_in.lengths.zero_()
@@ -212,22 +219,25 @@ def test_sequences_in_rows_of_larger_tensors(step_: Any, paged: bool, poisoned_m
         assert (found[:B] - wanted).abs().max() < 1e-5 * wanted.abs().max()
         assert found.isfinite().all()
     assert found_in.lengths[slots[:B].long()].tolist() == [99] * B
-    assert all((rows[:, x[0].numel() :] == 77).all() for rows, x in zip(wide, larger, strict=True))
+    assert all((rows[:, x[0].numel() :] == 77).all() for rows, x in rows_and_tensors)
 
 
-PROMPTS = [  # tokens, window, sinks, cap, bits
-    (3, 3, 0, None, 4),
-    (32, 32, 0, None, 8),
-    (101, 101, 0, 3.0, 4),
-    (101, 40, 4, None, 8),
-    (160, 9, 2, 3.0, 4),
-    (97, 64, 0, None, 8),
+PROMPTS = [  # tokens, window, sinks, cap, bits, with a key order
+    (3, 3, 0, None, 4, False),
+    (32, 32, 0, None, 8, False),
+    (101, 101, 0, 3.0, 4, False),
+    (101, 40, 4, None, 8, False),
+    (160, 9, 2, 3.0, 4, True),
+    (97, 64, 0, None, 4, True),
+    (97, 64, 0, None, 8, False),
 ]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("T", "window", "sinks", "cap", "bits"), PROMPTS)
-def test_a_prompt_in_one_call(form: str, bits: int, T: int, window: int, sinks: int, cap: float | None) -> None:
+@pytest.mark.parametrize(("T", "window", "sinks", "cap", "bits", "ordered"), PROMPTS)
+def test_a_prompt_in_one_call(
+    form: str, bits: int, ordered: bool, T: int, window: int, sinks: int, cap: float | None
+) -> None:
     """Against float64 query by query, and a ring against tokens one by one; strided inputs, two head sizes."""
     by = by_triton if form == "triton" else by_pytorch
     pack, attend = by(pack_prompt), by(prompt_attention)
@@ -235,20 +245,21 @@ def test_a_prompt_in_one_call(form: str, bits: int, T: int, window: int, sinks: 
     q, k, v = (x.transpose(1, 2) for x in tokens(T, D, torch.float32))
     v = v.contiguous()
     groups = min(-(-(window - 1) // GROUP), T // GROUP + 2)
-    made, keys, values = pack(k, v, bits, groups)
+    order = key_order(D) if ordered else None
+    made, keys, values = pack(k, v, bits, groups, None, order)
     out, lse = attend(q, k, v, keys, values, window, sinks, 0.2, cap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    cache = empty(k, groups, bits)
+    cache = empty(k, groups, bits, order)
     for t in range(T):
         append(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
         if t % 7 < 2 or t % GROUP in (0, GROUP - 1):
             till = slice(0, t + 1)
             wanted, wanted_lse = definition(
-                q[:, :, till], k[:, :, till], v[:, :, till], bits, window, sinks, EVERYTHING, cap
+                q[:, :, till], k[:, :, till], v[:, :, till], bits, window, sinks, EVERYTHING, cap, order=order
             )
             assert (out[:, t].double() - wanted[:, :, 0]).abs().max() < 5e-6 * wanted.abs().max() + 5e-6
             assert (lse[:, t].double() - wanted_lse).abs().max() < 1e-5
-    for one, other in zip(made, cache, strict=True):
+    for one, other in zip(made.tensors, cache.tensors, strict=True):
         assert one.shape == other.shape
     empty_places = max(0, groups - (T - 1) // GROUP)
     for one, other in zip(made[:4], cache[:4], strict=True):
@@ -316,7 +327,7 @@ def test_a_prompt_with_padding(form: str, length: int) -> None:
     for groups in (0, 2, 15, None):
         wanted, *wanted_seen = pack(k[:, :length], v[:, :length], 4, groups)
         made, *seen = pack(k, v, 4, groups, torch.tensor([length], device=k.device))
-        for name, one, other in zip(made._fields, made, wanted, strict=True):
+        for name, one, other in zip(made._fields, made.tensors, wanted.tensors, strict=False):
             own = one[:, :, : other.shape[2]] if groups is None and name != "lengths" else one
             assert torch.equal(own, other), (groups, name)
         for one, other in zip(seen, wanted_seen, strict=True):
@@ -325,34 +336,36 @@ def test_a_prompt_with_padding(form: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("order", [None, key_order(64)], ids=["", "ordered"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_prompt_in_sixteen_bits(form: str, dtype: torch.dtype) -> None:
+def test_a_prompt_in_sixteen_bits(form: str, order: torch.Tensor | None, dtype: torch.dtype) -> None:
     """The restored numbers are those of the layout, bit by bit."""
     by = by_triton if form == "triton" else by_pytorch
     q, k, v = (x.transpose(1, 2) for x in tokens(101, 64, dtype))
-    _, keys, values = by(pack_prompt)(k, v, 4)
+    _, keys, values = by(pack_prompt)(k, v, 4, None, None, order)
     out, _ = by(prompt_attention)(q, k, v, keys, values, 101, 0, 0.2)
-    groups = k[:, :96].unflatten(1, (-1, GROUP)).transpose(2, -1)
-    rounded = restored(*quantised(groups, 4), 4, dtype).transpose(2, -1).flatten(1, 2)
+    groups = k[:, :96].transpose(1, 2).split(GROUP, dim=2)
+    rounded = torch.cat([rounded_keys(group, 4, order) for group in groups], dim=2).transpose(1, 2)
     assert torch.equal(keys[:, SINKS:], rounded[:, SINKS:])
     rounded = restored(*quantised(v[:, :96].unflatten(-1, (-1, GROUP)), 4), 4, dtype).flatten(-2)
     assert torch.equal(values[:, SINKS:], rounded[:, SINKS:])
     assert torch.equal(keys[:, :SINKS], k[:, :SINKS])
     assert torch.equal(values[:, :SINKS], v[:, :SINKS])
-    wanted, _ = definition(*(x.transpose(1, 2) for x in (q, k, v)), 4, EVERYTHING, 0, EVERYTHING, None)
+    wanted, _ = definition(*(x.transpose(1, 2) for x in (q, k, v)), 4, EVERYTHING, 0, EVERYTHING, None, order=order)
     assert (out[:, -1].double() - wanted[:, :, 0]).norm() < torch.finfo(dtype).eps * wanted.norm()
 
 
 def test_the_operators_are_registered_consistently() -> None:
     q, k, v = tokens(40, 64, torch.float32, 1, 2, 1)
-    cache = empty(k, 1, 4)
+    order = key_order(64, 1)
+    cache = empty(k, 1, 4, order)
     for t in range(40):
         packed_step_(*(x[:, :, t : t + 1].transpose(1, 2) for x in (q, k, v)), cache)
     torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None))
-    torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4))
+    torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4, order))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     torch.library.opcheck(launches.round_tokens_op.op, tuple(x.clone().requires_grad_() for x in (k, v)))
-    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None))
+    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None, order))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(launches.prompt_attention_op.op, (*leaves, k[:, :32], v[:, :32], 20, 4, 0.2, None))
     new = [x[:, 5:8] for x in (q, k, v)]
@@ -363,13 +376,18 @@ def test_the_operators_are_registered_consistently() -> None:
     torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 5, 4, 3])
 @pytest.mark.parametrize(("size", "middle"), [(0.02, 0.0), (1.0, 0.5), (1.0, 40.0), (600.0, 300.0), (800.0, 0.0)])
 def test_steps_reach_small_and_large_numbers(size: float, middle: float, bits: int) -> None:
-    """No number is further from a step than about half of one; a middle far from 0 makes the steps longer."""
+    """No number is further from a step than about half of one; a middle far from 0 makes the steps longer.
+
+    Of 3 bits, the longest steps reach over 880.
+    """
+    size = min(size, 400.0) if bits == 3 else size
+    size = min(size, 400.0) if bits == 3 else size
     x = size * (2 * torch.rand(500, GROUP, generator=torch.Generator().manual_seed(0)) - 1) + middle
     low, high = x.amin(-1), x.amax(-1)
-    step = torch.maximum((high - low) / 15, (low + high).abs() / 63) / 2 ** (bits - 4)
+    step = torch.maximum((high - low) / min(15, 2**bits - 1), (low + high).abs() / 63) / 2 ** max(0, bits - 4)
     error = (restored(*quantised(x, bits), bits, torch.float32) - x).abs().amax(-1)
     rounding = max(abs(low).max(), abs(high).max()) / 2**9  # of the lowest number to bfloat16
     assert (error < 0.52 * step + rounding).all()
@@ -418,6 +436,10 @@ def test_what_is_wrong_is_named() -> None:
         packed_part(*new, cache, -1)
     with pytest.raises(ValueError, match="q: got no tokens"):
         packed_part(*(x[:, :0] for x in new), cache, 4)
+    with pytest.raises(ValueError, match=r"key_order: got one for 8 bits and D = 32, needs 4 bits"):
+        pack_groups(k, v, 8, key_order(32))
+    with pytest.raises(ValueError, match=r"key_order: got shape .* needs \[HK, 2, D\]"):
+        packed_part(*new, cache._replace(key_order=key_order(32).mT), 4)
     with pytest.raises(ValueError, match="bits: got 3"):
         pack_groups(k, v, 3)
     with pytest.raises(ValueError, match=r"needs \[B, HK, N \* 32, D\]"):

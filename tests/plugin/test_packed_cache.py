@@ -21,7 +21,7 @@ from deltanet_hf.mixers.cache.packed_reach import NAMES, PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
-from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
+from deltanet_hf.models.cache_bits import add_key_order, cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_kernels import PackedKeyValues, packed_part
 from deltanet_kernels.packed_cache.layout import GROUP, rounded_tokens, unpacked
 from support.plain_form import plain_form
@@ -29,6 +29,7 @@ from support.tiny_models import (
     HYBRID,
     mixed_mixture_table,
     mixed_table,
+    randomise,
     tiny_mixture,
     tiny_qwen3_5,
     tiny_student,
@@ -53,9 +54,19 @@ def made(name: str, bits: int = 4) -> PreTrainedModel:
         "qwen3_5": tiny_qwen3_5,
     }
     model: PreTrainedModel = set_cache_bits(models[name]().double(), bits)
+    if bits == 4 and name not in ("teacher", "qwen3_5"):
+        give_key_order(model)
     if name == "learned sinks":
         model.set_experts_implementation("eager")  # others have no float64
     return model
+
+
+def give_key_order(model: Any) -> None:
+    """Another order of channels for each head."""
+    add_key_order(model)
+    randomise(model, 0)
+    if getattr(model.config, "deltanet", None) is not None:
+        model.config.deltanet = model.config.deltanet | {"key_order": True}
 
 
 BOUND = {"hybrid": 2e-6, "learned sinks": 2e-6, "heads": 2e-6}  # the share of a state is float32

@@ -217,7 +217,7 @@ STEP = 0.03  # of a log probability: rounding errors in float32 decide which of 
 
 
 def packed(table: LayerTable, bits: int = 4) -> LayerTable:
-    return dataclasses.replace(table, cache_bits=bits)
+    return dataclasses.replace(table, cache_bits=bits, key_order=bits == 4)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models import qwen3_5
+from deltanet_hf.models.cache_bits import KEY_ORDER
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import Kind
@@ -107,7 +108,8 @@ def teacher_config(model_type: str, **changes: Any) -> Any:
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Sets random weights, norms and biases included, so that no result is correct only because they are 0 or 1."""
+    """Sets random weights, norms and biases included, so that no result is correct only because they are 0 or 1; and
+    random key orders."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -118,6 +120,10 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(0.2 * noise)
+        for name, order in model.named_buffers():
+            if name.endswith(KEY_ORDER):
+                order[:, 0] = torch.rand(order[:, 0].shape, generator=generator).argsort()
+                order[:, 1] = order[:, 0].argsort()
 
 
 def tiny_teacher(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -14,6 +14,7 @@ teacher's attention.
     unfitted.py         kinds that are the teacher's attention, and mixers without a row
     mixed_heads.py      each branch as a layer of its own
     copy_weights.py     the teacher's projections and norms
+    key_order.py        which channels of keys get 5 and 3 of the 4 bits
     norm_fit.py         q/k norms for softmax layers that have none (`norm_config.py`: for which models)
     turns.py            the rules of several layers, in threads
 """

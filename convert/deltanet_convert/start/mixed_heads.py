@@ -22,5 +22,5 @@ def start_mixed_heads(
         if isinstance(branch, LayerKind):
             figures |= start_rule(branch.name)(part, branch, calibration, fit_memory)
         else:
-            branch.load_state_dict(part.state_dict())
+            branch.load_state_dict({**branch.state_dict(), **part.state_dict()})
     return figures

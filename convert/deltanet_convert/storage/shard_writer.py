@@ -19,7 +19,7 @@ from deltanet_hf.safe_write import reserve, sync_folder, write_atomically, writi
 from .safetensors_folder import INDEX_FILE, SINGLE_FILE
 from .safetensors_header import FLOAT_DTYPES
 
-DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()} | {torch.int64: "I64"}
 
 
 @dataclass(frozen=True)

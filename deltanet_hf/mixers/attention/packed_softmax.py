@@ -39,7 +39,8 @@ class PackedSoftmax:
     @property
     def kept(self) -> PackedReach:
         """The part of a sequence that the layer keeps."""
-        return PackedReach.of(self.cache_bits, None, 0, sliding_window(self.config.whole, self.layer_idx))
+        family_window = sliding_window(self.config.whole, self.layer_idx)
+        return PackedReach.of(self.cache_bits, None, 0, family_window, getattr(self, "key_order", None))
 
     def forward(
         self,

@@ -38,27 +38,29 @@ def quantised_attention(
     bits: int,
     softcap: float | None = None,
     packed: Sequence[Tensor] | None = None,
+    key_order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`window_attention` with earlier groups in `bits` bits; q [B, T, HQ, D], k, v [B, T, HK, D], one sequence a row.
 
     Args:
         window: the most recent tokens that a query sees, itself included.
         packed: the keys and values that `pack_prompt` restores, where they are known; k and v are then rounded.
+        key_order: that of 4 bits (`PackedKeyValues`), or None.
 
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
     if packed is None:
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        packed = _seen(k.detach(), v.detach(), bits)
+        packed = _seen(k.detach(), v.detach(), bits, key_order)
     keys, values = packed
     return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))
 
 
-def _seen(k: Tensor, v: Tensor, bits: int) -> Sequence[Tensor]:
+def _seen(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> Sequence[Tensor]:
     """Round k and v [B, T, HK, D] of the groups before the last token, as later groups see them: [B, N * 32, HK, D]."""
     if bits in PACKED_BITS:
-        return pack_prompt.unchecked(PackPromptCall(k, v, bits))[1:]
+        return pack_prompt.unchecked(PackPromptCall(k, v, bits, key_order=key_order))[1:]
     return _seen_keys(k, bits), _seen_values(v, bits)
 
 

@@ -1,10 +1,11 @@
-"""The tensors of a packed cache: how many groups of tokens it keeps, and their shapes."""
+"""The tensors of a packed cache: how many groups of tokens it keeps, their shapes, and how keys are packed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.state import TensorShape
@@ -23,27 +24,32 @@ class PackedReach:
         window: the most recent tokens that a query sees, itself included; None for all.
         sinks: the first tokens, at most 4, that it sees before the window too.
         family_window: the family's own window, outside of which sinks are not seen either.
+        key_order: the key order of 4 bits (`PackedKeyValues`), or None.
     """
 
     bits: int
     window: int | None
     sinks: int = 0
     family_window: int | None = None
+    key_order: Tensor | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, bits: int, window: int | None, sinks: int, family_window: int | None) -> PackedReach:
-        """A window within the family's own.
+    def of(
+        cls, bits: int, window: int | None, sinks: int, family_window: int | None, key_order: Tensor | None = None
+    ) -> PackedReach:
+        """A window within the family's own; other bits than 4 have no key order.
 
         Raises:
             UserError: more sinks than stay in 8 bits.
         """
+        key_order = key_order if bits == 4 else None
         if family_window is not None and (window is None or family_window <= window):
-            return cls(bits, family_window)
+            return cls(bits, family_window, key_order=key_order)
         if sinks > SINKS:
             raise UserError(
                 f"cache bits: got {sinks} sinks, of which a cache of {bits} bits keeps {SINKS}; use 16 bits"
             )
-        return cls(bits, window, sinks, family_window)
+        return cls(bits, window, sinks, family_window, key_order)
 
     def groups(self, tokens: int) -> int:
         """N: the packed groups after `tokens` tokens."""

@@ -102,7 +102,7 @@ class PackedTokens:
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        old = PackedKeyValues(*(self.state[name] for name in NAMES)) if self.state else self._empty(k)
+        old = self._cache(self.state) if self.state else self._empty(k)
         longest, cu_seqlens = (length, None) if self._lengths is None else (max(self._lengths), self._cu_seqlens)
         groups, reach = kept.groups(self._seen + longest), (kept.window, kept.sinks, kept.family_window)
         call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest)
@@ -111,15 +111,18 @@ class PackedTokens:
         else:
             tokens = Tokens.of(len(q), length, self._padding, None, old.lengths.long(), q.device)
             o, lse, cache = attention_by_numbers(call, tokens.numbers.long() - 1)
-        self.state = dict(zip(NAMES, cache, strict=True))
+        self.state = dict(zip(NAMES, cache.tensors, strict=True))
         return o, lse
+
+    def _cache(self, state: State) -> PackedKeyValues:
+        return PackedKeyValues(*(state[name] for name in NAMES), self.kept.key_order)  # type: ignore[call-arg]
 
     def _empty(self, k: Tensor) -> PackedKeyValues:
         """The cache before the first token, for keys as in k [B, T, HK, D]."""
         batch = len(k) if self._lengths is None else len(self._lengths)
         heads, size = k.shape[2:]
         shapes = self.kept.shapes(heads, size, 0)
-        return PackedKeyValues(*(k.new_zeros(batch, *shapes[name].shape, dtype=shapes[name].dtype) for name in NAMES))  # type: ignore[call-arg]
+        return self._cache({name: k.new_zeros(batch, *one.shape, dtype=one.dtype) for name, one in shapes.items()})
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """`attend` of whole sequences without padding."""
@@ -127,11 +130,13 @@ class PackedTokens:
         packed = None
         if self._keep_state:
             k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-            call = PackPromptCall(k.detach(), v.detach(), kept.bits, kept.groups(length), self._prompt_length)
+            groups = kept.groups(length)
+            call = PackPromptCall(k.detach(), v.detach(), kept.bits, groups, self._prompt_length, kept.key_order)
             cache, *packed = pack_prompt.unchecked(call)
-            self.state = dict(zip(NAMES, cache, strict=True))
+            self.state = dict(zip(NAMES, cache.tensors, strict=True))
         window = length if kept.window is None else kept.window
-        return quantised_attention(q, k, v, window, kept.sinks, scale, kept.bits, softcap, packed)
+        rest = kept.bits, softcap, packed, kept.key_order
+        return quantised_attention(q, k, v, window, kept.sinks, scale, *rest)
 
     def step(
         self,
@@ -151,7 +156,7 @@ class PackedTokens:
         if not self._in_place:
             state = {name: tensor.clone() for name, tensor in state.items()}
         _widen(state, kept.groups(self._seen + 1))
-        cache = PackedKeyValues(*(state[name] for name in NAMES))
+        cache = self._cache(state)
         self.state = state
         reach = kept.window, kept.sinks, kept.family_window
         call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, self._slots, self._pages)

@@ -97,7 +97,7 @@ class WindowBranch(Part):
 
     @property
     def kept(self) -> PackedReach:
-        return PackedReach.of(self.cache_bits, self.window, self.sinks, None)
+        return PackedReach.of(self.cache_bits, self.window, self.sinks, None, getattr(self, "key_order", None))
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
@@ -184,7 +184,8 @@ class WindowBranch(Part):
         if self.cache_bits < 16:
             if cu_seqlens is not None:
                 raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
-            near, lse = quantised_attention(q, k, v, self.window, self.sinks, self.scale, self.cache_bits, self.softcap)
+            rest = self.scale, self.cache_bits, self.softcap, None, self.kept.key_order
+            near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest)
         else:
             near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
         return with_learned_sinks(near.view(shape), lse.view(shape[:3]), self.learned_sinks)

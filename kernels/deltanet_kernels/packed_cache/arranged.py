@@ -42,6 +42,7 @@ class ArrangedTokens:
     tokens: tuple[Tensor, Tensor]  # keys and values [B, HK, L, D] of the last groups, not packed
     packed: tuple[Tensor, ...]  # the first four tensors of `PackedKeyValues` for all L / 32 groups
     sinks: tuple[Tensor, Tensor]  # [B, HK, 4, D]
+    key_order: Tensor | None
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, numbers: Tensor, old: PackedKeyValues) -> ArrangedTokens:
@@ -65,7 +66,7 @@ class ArrangedTokens:
             start[:, :, :SINKS] = kept[:, :, :SINKS]
             tokens.append(_put(filled, new, places)[:, :, :-1])
             sinks.append(_put(start, new, first)[:, :, :-1])
-        packed: tuple[Tensor, ...] = packed_groups(tokens[0], tokens[1], old.bits)
+        packed: tuple[Tensor, ...] = packed_groups(tokens[0], tokens[1], old.bits, old.key_order)
         if held:
             absolute = base[:, None] + torch.arange(groups, device=k.device)
             is_old = absolute < current[:, None]
@@ -73,7 +74,7 @@ class ArrangedTokens:
                 _choose(is_old, _taken(x, absolute % held), new) for x, new in zip(old[:4], packed, strict=True)
             )
         count = before + (numbers >= 0).sum(1)
-        return cls(numbers, base, count, (tokens[0], tokens[1]), packed, (sinks[0], sinks[1]))
+        return cls(numbers, base, count, (tokens[0], tokens[1]), packed, (sinks[0], sinks[1]), old.key_order)
 
     def state(self, groups: int) -> PackedKeyValues:
         """The cache of `groups` groups after the call."""
@@ -85,7 +86,7 @@ class ArrangedTokens:
         packed = (_choose(number >= 0, _taken(x, at), torch.zeros_like(x[:, :, :1])) for x in self.packed)
         own = (current - self.base)[:, None] * GROUP + torch.arange(GROUP, device=current.device)
         k, v = (torch.cat([sinks, _taken(x, own)], dim=2) for x, sinks in zip(self.tokens, self.sinks, strict=True))
-        return PackedKeyValues(*packed, *token_tensors(k, v), self.count.int())  # type: ignore[call-arg]
+        return PackedKeyValues(*packed, *token_tensors(k, v), self.count.int(), self.key_order)  # type: ignore[call-arg]
 
     def attend(
         self, q: Tensor, window: int, sinks: int, limit: int, scale: float, softcap: float | None
@@ -93,7 +94,7 @@ class ArrangedTokens:
         """The attention of q [B, T, HQ, D], see `PackedPartCall`; a mask says which form of which token it sees."""
         wide = torch.promote_types(q.dtype, torch.float32)
         tokens = self.tokens
-        restored = unpacked(self.packed, tokens[0].dtype)
+        restored = unpacked(self.packed, tokens[0].dtype, self.key_order)
         length, base = tokens[0].shape[2], self.base[:, None] * GROUP
         token = base + torch.arange(length, device=q.device)
         first = torch.arange(SINKS, device=q.device).expand(len(q), -1)
@@ -146,7 +147,8 @@ def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyVa
     T, (window, sinks, limit) = call.q.shape[1], call.reach
     begins = known_lengths(call.cache.lengths) == (0,) * len(call.q)
     if begins and (sinks == 0 or limit >= T):
-        cache, keys, values = torch_pack_prompt(PackPromptCall(call.k, call.v, call.cache.bits, call.groups))
+        held = call.cache.bits, call.groups, None, call.cache.key_order
+        cache, keys, values = torch_pack_prompt(PackPromptCall(call.k, call.v, *held))
         prompt = PromptAttentionCall(*call[:3], keys, values, min(window, T), sinks, call.factor, call.softcap)
         return *torch_prompt_attention(prompt), cache
     places = torch.arange(call.q.shape[1], device=call.q.device)
@@ -156,13 +158,13 @@ def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyVa
 def _one_by_one(call: PackedPartCall, lengths: list[int]) -> tuple[Tensor, Tensor, PackedKeyValues]:
     """`torch_packed_part` of sequences in one row."""
     found = [
-        torch_packed_part(call._replace(q=q, k=k, v=v, cache=PackedKeyValues(*cache), cu_seqlens=None))
+        torch_packed_part(call._replace(q=q, k=k, v=v, cache=call.cache.with_tensors(cache), cu_seqlens=None))
         for q, k, v, *cache in zip(
-            *(x.split(lengths, dim=1) for x in call[:3]), *(x.split(1) for x in call.cache), strict=True
+            *(x.split(lengths, dim=1) for x in call[:3]), *(x.split(1) for x in call.cache.tensors), strict=True
         )
     ]
     outputs, sums, caches = zip(*found, strict=True)
-    cache = PackedKeyValues(*map(torch.cat, zip(*caches, strict=True)))  # type: ignore[call-arg]
+    cache = call.cache.with_tensors(map(torch.cat, zip(*(one.tensors for one in caches), strict=True)))
     return torch.cat(outputs, dim=1), torch.cat(sums, dim=1), cache
 
 

@@ -135,6 +135,7 @@ class PackGroupsCall(NamedTuple):
     Args:
         k, v: [B, HK, N * 32, D]; D a multiple of 32, or less than 32 and even.
         bits: 8 or 4.
+        key_order: as in `PackedKeyValues`, for 4 bits and D a multiple of 8.
 
     Returns:
         The first four tensors of `PackedKeyValues`.
@@ -147,6 +148,7 @@ class PackGroupsCall(NamedTuple):
     k: Tensor
     v: Tensor
     bits: int
+    key_order: Tensor | None = None
 
 
 class PackPromptCall(NamedTuple):
@@ -159,6 +161,7 @@ class PackPromptCall(NamedTuple):
             before the last token.
         length: [1] int64: as if the first `length` tokens, at least 1, were all; what follows them is padding. It is
             read on the device. All T by default.
+        key_order: as in `PackedKeyValues`, for 4 bits and D a multiple of 8.
 
     Returns:
         The tensors of `PackedKeyValues`, and keys and values [B, N * 32, HK, D] as queries of later groups see them:
@@ -174,6 +177,7 @@ class PackPromptCall(NamedTuple):
     bits: int
     groups: int | None = None
     length: Tensor | None = None
+    key_order: Tensor | None = None
 
 
 class PackedPartCall(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deltanet_kernels.checks import (
@@ -30,11 +31,12 @@ from deltanet_kernels.window.checks import check_window_attention
 def check_packed_attention(call: PackedAttentionCall) -> None:
     """Raises ValueError or TypeError."""
     _check_attention(call, len(call.cache.keys))
-    refuse_gradients("packed_attention", "window_attention", call.q, *call.cache)
+    refuse_gradients("packed_attention", "window_attention", call.q, *call.cache.tensors)
 
 
 def _check_attention(call: PackedAttentionCall, rows: int) -> None:
     held = call.cache.keys
+    _check_order(call.cache.key_order, call.cache.bits, held)
     _check_queries(call.q, (rows, call.q.shape[1], 1, held.shape[3]), 1, "[B, HQ, 1, D] of the cache", call)
 
 
@@ -67,7 +69,7 @@ def check_packed_step(call: PackedStepCall) -> None:
         require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
     check_rotation(call.cos, call.sin, B, 1, D, call.q.device)
     _check_attention(call.attention, B)
-    refuse_gradients("packed_step_", "window_attention", *call[:3], *call.cache)
+    refuse_gradients("packed_step_", "window_attention", *call[:3], *call.cache.tensors)
 
 
 def check_round_tokens(call: RoundTokensCall) -> None:
@@ -79,6 +81,7 @@ def check_pack_groups(call: PackGroupsCall) -> None:
     """Raises ValueError or TypeError."""
     _check_tokens(call.k, call.v)
     _check_bits(call.bits)
+    _check_order(call.key_order, call.bits, call.k)
     if call.k.shape[2] % GROUP:
         raise ValueError(f"k: got shape {list(call.k.shape)}, needs [B, HK, N * {GROUP}, D]")
 
@@ -87,6 +90,7 @@ def check_pack_prompt(call: PackPromptCall) -> None:
     """Raises ValueError or TypeError."""
     _check_tokens(call.k, call.v)
     _check_bits(call.bits)
+    _check_order(call.key_order, call.bits, call.k.transpose(1, 2))
     if not call.k.shape[1]:
         raise ValueError("k: got no tokens")
     check_length(call.length, call.k)
@@ -109,7 +113,8 @@ def check_packed_part(call: PackedPartCall) -> None:
     _check_queries(call.q, (rows, T, call.q.shape[2], D), 2, f"[{names}, HQ, D] of the cache", call)
     if call.groups < 0:
         raise ValueError(f"groups: got {call.groups}, needs at least 0")
-    refuse_gradients("packed_part", "window_attention", *call[:3], *call.cache)
+    _check_order(call.cache.key_order, call.cache.bits, call.cache.keys)
+    refuse_gradients("packed_part", "window_attention", *call[:3], *call.cache.tensors)
 
 
 def check_prompt_attention(call: PromptAttentionCall) -> None:
@@ -137,6 +142,17 @@ def _check_tokens(k: Tensor, v: Tensor) -> None:
 def _check_bits(bits: int) -> None:
     if bits not in PACKED_BITS:
         raise ValueError(f"bits: got {bits}, needs one of {PACKED_BITS}")
+
+
+def _check_order(key_order: Tensor | None, bits: int, k: Tensor) -> None:
+    """The order of keys like k [B, HK, T, D]."""
+    if key_order is None:
+        return
+    if bits != 4 or k.shape[3] % 8:
+        raise ValueError(f"key_order: got one for {bits} bits and D = {k.shape[3]}, needs 4 bits and a multiple of 8")
+    require_shape("key_order", require_tensor("key_order", key_order), (k.shape[1], 2, k.shape[3]), "[HK, 2, D]")
+    if key_order.dtype != torch.int64:
+        raise TypeError(f"key_order: got dtype {key_order.dtype}, needs torch.int64")
 
 
 def _check_like(name: str, x: Tensor, q: Tensor) -> None:

@@ -37,34 +37,45 @@ def _half_step(word):
 
 
 @triton.jit
-def _scale_and_low(word, BITS: tl.constexpr):
-    """The scale and the lowest number float32 of words as in `layout.PackedKeyValues`."""
-    UNIT: tl.constexpr = 2 ** (BITS - 4)
-    h = _half_step(word) * (1 / UNIT)
-    low = ((word.to(tl.int32) & 127) - 64) * UNIT - (2**BITS - 1)
-    return h * 2, (h * low.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+def _bits_of(place, C: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr):
+    """The bits of the numbers in these places of a row of C; keys may be ORDERED, as `layout.key_bits`."""
+    bits = place * 0 + BITS
+    if ORDERED:
+        bits += tl.where(place < C // 2, 1 - place // 2 % 2 * 2, 0)
+    return bits
 
 
 @triton.jit
-def _pairs_of_scales(words, BITS: tl.constexpr, PAIRS: tl.constexpr):
-    """The scales and the lowest numbers, pairs of bfloat16, of pairs of words; of 4 bits if PAIRS."""
-    if PAIRS:  # 2 h by its bits; half of 128 + 64 + z, less 64 + 128 + 15, times 2 h
-        scale = ((words >> 5) & 0x07FC07FC) + ((128 + LEAST_HALF_STEP) * 0x00800080)
+def _scale_and_low(word, bits):
+    """The scale and the lowest number float32 of words as in `layout.PackedKeyValues`."""
+    h, step = _half_step(word), _power(1 - tl.maximum(bits - 4, 0))
+    z = ((word.to(tl.int32) & 127) - 64).to(tl.float32)
+    reach = ((1 << bits) - 1).to(tl.float32) * (step * 0.5)
+    return h * step, (h * (z - reach)).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _pairs_of_scales(words, bits, PAIRS: tl.constexpr):
+    """The scales and the lowest numbers, pairs of bfloat16, of pairs of words; of 3 to 5 bits if PAIRS."""
+    if PAIRS:  # s is h for 5 bits and else 2 h; the lowest number ((192 + z) h/s - 207 h/s) s, of 5 bits less s / 2
+        more, less = tl.maximum(bits - 4, 0), tl.maximum(4 - bits, 0)
+        scale = ((words >> 5) & 0x07FC07FC) + (128 + LEAST_HALF_STEP - more) * 0x00800080
+        part = (0x3F00 + more * 0x80) * 0x00010001
+        least = 0xC2CF - 0x10000 + more * 0x80 - less * 8
+        half = tl.where(more > 0, scale - 0x00800080, 0) | (0x80008000 - 0x100000000)
         low = tl.inline_asm_elementwise(
             """{
-            .reg .b32 n, half, least, none;
-            mov.b32 half, 0x3F003F00;
-            mov.b32 least, 0xC2CFC2CF;
-            mov.b32 none, 0x80008000;
+            .reg .b32 n;
             lop3.b32 n, $1, 0x007F007F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 n, n, half, least;
-            fma.rn.bf16x2 $0, n, $2, none;
+            fma.rn.bf16x2 n, n, $3, $4;
+            fma.rn.bf16x2 $0, n, $2, $5;
             }""",
-            "=r,r,r", [words, scale], dtype=tl.int32, is_pure=True, pack=1,
+            "=r,r,r,r,r,r", [words, scale, part, (least << 16) | (least & 0xFFFF), half], dtype=tl.int32, is_pure=True,
+            pack=1,
         )  # fmt: skip
         return scale, low
-    first, first_low = _scale_and_low(words, BITS)
-    second, second_low = _scale_and_low(words >> 16, BITS)
+    first, first_low = _scale_and_low(words, bits)
+    second, second_low = _scale_and_low(words >> 16, bits)
     return _pair(first, second), _pair(first_low, second_low)
 
 
@@ -82,9 +93,20 @@ def _by_rows(x, B: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _shifts(C: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr):
+    """[C BITS / 32, 16 / BITS]: where codes begin in the halves of each word of a row of C numbers."""
+    n, word = tl.arange(0, 16 // BITS)[None, :], tl.arange(0, C * BITS // 32)[:, None]
+    shift = n * BITS + word * 0
+    if ORDERED:  # a second code of 3 bits follows 5
+        shift += tl.where(word < C * BITS // 64, n % 2, 0)
+    return shift
+
+
+@triton.jit
 def _restored(
-    codes, scales, rows, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, out: tl.constexpr
-):
+    codes, scales, rows, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
+    PAIRS: tl.constexpr, out: tl.constexpr,
+):  # fmt: skip
     """The numbers [C, R] of `rows` [R] at `codes` and `scales`, pairs of them in the order of `_by_threads`."""
     W: tl.constexpr = C * BITS // 32
     B: tl.constexpr = R // GROUP
@@ -92,10 +114,12 @@ def _restored(
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(codes + rows[:, None] * W + tl.arange(0, W)[None, :])
-    pairs = words[:, :, None] >> (tl.arange(0, 16 // BITS) * BITS)[None, None, :]
+    pairs = words[:, :, None] >> _shifts(C, BITS, ORDERED)[None, :, :]
     pairs = _by_threads(tl.reshape(pairs, [R, N]), R, N)
     words = _by_threads(tl.load(scales + tl.arange(0, B)[:, None] * N + tl.arange(0, N)[None, :]), B, N)
-    scale, low = _pairs_of_scales(words, BITS, PAIRS)
+    bits = _by_threads(_bits_of(2 * tl.arange(0, N)[None, :], C, BITS, ORDERED), 1, N)
+    ones = ((1 << bits) - 1) * 0x00010001
+    scale, low = _pairs_of_scales(words, tl.broadcast_to(bits, words.shape), PAIRS)
     scale, low = _by_rows(scale, B, N), _by_rows(low, B, N)
     if PAIRS:
         x = tl.inline_asm_elementwise(
@@ -103,17 +127,17 @@ def _restored(
             .reg .b32 n, one, least;
             mov.b32 one, 0x3F803F80;
             mov.b32 least, 0xC300C300;
-            lop3.b32 n, $1, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 n, $1, $4, 0x43004300, 0xEA;
             fma.rn.bf16x2 n, n, one, least;
             fma.rn.bf16x2 $0, n, $2, $3;
             }""",
-            "=r,r,r,r", [pairs, scale, low], dtype=tl.int32, is_pure=True, pack=1,
+            "=r,r,r,r,r", [pairs, scale, low, tl.broadcast_to(ones, pairs.shape)], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
         x = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
     else:
-        first = (pairs & (2**BITS - 1)).to(tl.float32)
+        first = (pairs & ones & 0xFFFF).to(tl.float32)
         first = tl.fma(first, (scale << 16).to(tl.float32, bitcast=True), (low << 16).to(tl.float32, bitcast=True))
-        second = ((pairs >> 16) & (2**BITS - 1)).to(tl.float32)
+        second = ((pairs & ones) >> 16).to(tl.float32)
         scale, low = scale & -65536, low & -65536
         second = tl.fma(second, scale.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True))
         x = tl.join(first.to(out), second.to(out))
@@ -222,8 +246,8 @@ def _is_seen(i, j, window, sinks, limit):
 
 @triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
 def packed_span_kernel(
-    q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, slots, pages, parts,
-    weights, factor, groups, span, spans, window, sinks, limit,
+    q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, slots, pages,
+    parts, weights, factor, groups, span, spans, window, sinks, limit,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
     VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
@@ -277,6 +301,8 @@ def packed_span_kernel(
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     else:
+        if key_order is not None:
+            channel = tl.load(key_order + pair % HK * (2 * D) + channel).to(tl.int32)
         q_MD = tl.load(q + at_q * D + channel[None, :], mask=m_q, other=0.0)
         if pages is None:
             first = pair * groups
@@ -293,8 +319,8 @@ def packed_span_kernel(
                     VS_ROW,
                 )  # fmt: skip
             at = n * (GROUP * D * BITS // 8)
-            k = _restored(kc + at, ks + n * D, token, GROUP, D, BITS, PAIRS, q_MD.dtype)
-            v = _restored(vc + at, vs + n * D, d, D, GROUP, BITS, PAIRS, q_MD.dtype)
+            k = _restored(kc + at, ks + n * D, token, GROUP, D, BITS, key_order is not None, PAIRS, q_MD.dtype)
+            v = _restored(vc + at, vs + n * D, d, D, GROUP, BITS, False, PAIRS, q_MD.dtype)
             s = tl.dot(q_MD, k, input_precision=PRECISION)
             j = (current - 1 - (current - 1 - place) % groups) * GROUP + token
             seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit)
@@ -308,33 +334,45 @@ def packed_span_kernel(
 
 
 @triton.jit
-def _quantise(x, low, high, BITS: tl.constexpr):
-    """Codes of x and their words, as `layout.quantised`; `low` and `high` have the shape of x or 1."""
-    ends = low + high
-    least = tl.maximum((high - low) * (0.5 / 15), tl.abs(ends) * (0.5 / 63))
+def _quantise(x, low, high, bits):
+    """Codes of x and their words, as `layout.quantised`; `low`, `high` and `bits` have the shape of x or 1."""
+    ends, last = low + high, (1 << bits) - 1
+    least = tl.maximum((high - low) * tl.where(last < 15, 0.5 / 7, 0.5 / 15), tl.abs(ends) * (0.5 / 63))
     least = tl.minimum(tl.maximum(least, 2.0**LEAST_HALF_STEP), 2.0 ** (LEAST_HALF_STEP + 16))
     steps = ((least.to(tl.int32, bitcast=True) + (1 << 17)) >> 18) - (127 + LEAST_HALF_STEP) * 32
     word = tl.minimum(steps, 511) << 7
     zero = _nearest(tl.div_rn(ends * 0.5, _half_step(word)))
     word += tl.minimum(tl.maximum(zero, -64.0), 63.0).to(tl.int32) + 64
-    scale, low = _scale_and_low(word, BITS)
+    scale, low = _scale_and_low(word, bits)
     steps = tl.div_rn(x - low, tl.broadcast_to(scale, x.shape))
-    codes = tl.minimum(tl.maximum(steps, 0.0), 2.0**BITS - 1)
+    codes = tl.minimum(tl.maximum(steps, 0.0), last.to(tl.float32))
     return _nearest(codes).to(tl.int32), word, scale, low
 
 
 @triton.jit
-def _pack(x, codes, scales, kept, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
-    """Pack x [R, C] float32, each column of 32 rows together, if `kept`; returns the numbers that are restored."""
+def _pack(x, codes, scales, order, kept, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
+    """Pack x [R, C] float32, each column of 32 rows together, if `kept`; returns the numbers that are restored.
+
+    `order` is the key order of the head [2, C], or None.
+    """
     N: tl.constexpr = 16 // BITS
     B: tl.constexpr = R // GROUP
+    c = tl.arange(0, C)
+    place = c
+    if order is not None:
+        place = tl.load(order + C + c).to(tl.int32)
+    bits = _bits_of(place, C, BITS, order is not None)[None, None, :]
     x = tl.reshape(x, [B, GROUP, C])
-    n, word, scale, low = _quantise(x, tl.min(x, axis=1)[:, None, :], tl.max(x, axis=1)[:, None, :], BITS)
+    n, word, scale, low = _quantise(x, tl.min(x, axis=1)[:, None, :], tl.max(x, axis=1)[:, None, :], bits)
     if kept:
-        at = scales + tl.arange(0, B)[:, None] * C + tl.arange(0, C)[None, :]
+        at = scales + tl.arange(0, B)[:, None] * C + place[None, :]
         tl.store(at, tl.reshape(word, [B, C]).to(tl.int16))
-        place = (tl.arange(0, N)[:, None] + tl.arange(0, 2)[None, :] * N) * BITS
-        words = tl.reshape(n, [R, C // (2 * N), N, 2]) << place[None, None, :, :]
+        in_places = tl.reshape(n, [R, C])
+        if order is not None:
+            channel = tl.load(order + c).to(tl.int32)
+            in_places = tl.gather(in_places, tl.broadcast_to(channel[None, :], [R, C]), 1)
+        shift = _shifts(C, BITS, order is not None)[:, :, None] + tl.arange(0, 2)[None, None, :] * 16
+        words = tl.reshape(in_places, [R, C // (2 * N), N, 2]) << shift[None, :, :, :]
         words = tl.sum(tl.sum(words, axis=3), axis=2).to(tl.int32)
         W: tl.constexpr = C * BITS // 32
         words_at = codes.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -345,41 +383,45 @@ def _pack(x, codes, scales, kept, R: tl.constexpr, C: tl.constexpr, BITS: tl.con
 
 @triton.jit
 def pack_group(
-    keys, values, k_token, v_token, key_codes, key_scales, value_codes, value_scales, group, kept,
+    keys, values, k_token, v_token, key_codes, key_scales, value_codes, value_scales, order, group, kept,
     D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Pack the 32 tokens at `keys` and `values`, `k_token` and `v_token` elements apart, as number `group` of all.
 
-    The codes are stored if `kept`. Returns the keys [32, D] and values [D, 32] float32 that are restored from them.
+    The codes are stored if `kept`. `order` is the key order of the head, or None. Returns the keys [32, D] and values
+    [D, 32] float32 that are restored from them.
     """
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
     k = tl.load(keys + r.to(tl.int64)[:, None] * k_token + d[None, :])
     v = tl.load(values + r.to(tl.int64)[None, :] * v_token + d[:, None])
-    return pack_loaded(k, v, key_codes, key_scales, value_codes, value_scales, group, kept, D, BITS)
+    return pack_loaded(k, v, key_codes, key_scales, value_codes, value_scales, order, group, kept, D, BITS)
 
 
 @triton.jit
 def pack_loaded(
-    k, v, key_codes, key_scales, value_codes, value_scales, group, kept, D: tl.constexpr, BITS: tl.constexpr
+    k, v, key_codes, key_scales, value_codes, value_scales, order, group, kept, D: tl.constexpr, BITS: tl.constexpr
 ):
     """As `pack_group`, of keys [32, D] and values [D, 32]."""
     at = group * (GROUP * D * BITS // 8)
-    new_k = _pack(k.to(tl.float32), key_codes + at, key_scales + group * D, kept, GROUP, D, BITS)
-    new_v = _pack(v.to(tl.float32), value_codes + at, value_scales + group * D, kept, D, GROUP, BITS)
+    new_k = _pack(k.to(tl.float32), key_codes + at, key_scales + group * D, order, kept, GROUP, D, BITS)
+    new_v = _pack(v.to(tl.float32), value_codes + at, value_scales + group * D, None, kept, D, GROUP, BITS)
     return new_k, new_v
 
 
 @triton.jit
-def _unpacked(words, scales, place, BITS: tl.constexpr):
-    """The numbers float32 of words that hold them in place `place` of their rows, as `layout.restored`."""
-    scale, low = _scale_and_low(scales, BITS)
+def _unpacked(words, scales, place, C: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr):
+    """The numbers float32 of words that hold them in place `place` of their rows of C, as `layout.restored`."""
+    bits = _bits_of(place, C, BITS, ORDERED)
+    scale, low = _scale_and_low(scales, bits)
     shift = place % (32 // BITS) // 2 * BITS + place % 2 * 16
-    n = ((words >> shift) & (2**BITS - 1)).to(tl.float32)
+    if ORDERED:
+        shift += tl.where(place < C // 2, place // 2 % 2, 0)
+    n = ((words >> shift) & ((1 << bits) - 1)).to(tl.float32)
     return low + n * scale
 
 
 @triton.jit
-def unpack_group(key_codes, key_scales, value_codes, value_scales, group, D: tl.constexpr, BITS: tl.constexpr):
+def unpack_group(key_codes, key_scales, value_codes, value_scales, order, group, D: tl.constexpr, BITS: tl.constexpr):
     """The keys and values [32, D] float32 of number `group` of all packed groups."""
     PER_WORD: tl.constexpr = 32 // BITS
     r, d = tl.arange(0, GROUP)[:, None], tl.arange(0, D)[None, :]
@@ -387,11 +429,14 @@ def unpack_group(key_codes, key_scales, value_codes, value_scales, group, D: tl.
     vc = value_codes.to(tl.pointer_type(tl.int32), bitcast=True) + group * (D * BITS)
     key_scales += group * D
     value_scales += group * D
-    words = tl.load(kc + r * (D // PER_WORD) + d // PER_WORD)
-    k = _unpacked(words, tl.load(key_scales + d), d, BITS)
+    place = d
+    if order is not None:
+        place = tl.load(order + D + d).to(tl.int32)
+    words = tl.load(kc + r * (D // PER_WORD) + place // PER_WORD)
+    k = _unpacked(words, tl.load(key_scales + place), place, D, BITS, order is not None)
     words = tl.load(vc + d * BITS + r // PER_WORD)
     part = d // GROUP * GROUP + r
-    v = _unpacked(words, tl.load(value_scales + part), r, BITS)
+    v = _unpacked(words, tl.load(value_scales + part), r, GROUP, BITS, False)
     return k, v
 
 
@@ -407,7 +452,8 @@ def copy_group(codes, scales, group, new_codes, new_scales, place, D: tl.constex
 
 @triton.jit
 def pack_kernel(
-    k, v, key_codes, key_scales, value_codes, value_scales, groups, k_row, k_head, k_token, v_row, v_head, v_token,
+    k, v, key_codes, key_scales, value_codes, value_scales, key_order, groups, k_row, k_head, k_token, v_row, v_head,
+    v_token,
     HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key head and group of 32 tokens."""
@@ -415,15 +461,18 @@ def pack_kernel(
     pair = (tl.program_id(0) // groups).to(tl.int64)
     k += pair // HK * k_row + pair % HK * k_head + n.to(tl.int64) * GROUP * k_token
     v += pair // HK * v_row + pair % HK * v_head + n.to(tl.int64) * GROUP * v_token
+    if key_order is not None:
+        key_order += pair % HK * (2 * D)
     pack_group(
-        k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, pair * groups + n, True, D, BITS
-    )
+        k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, key_order, pair * groups + n, True,
+        D, BITS,
+    )  # fmt: skip
 
 
 @triton.jit
 def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, slots, pages, q, k, v, cos,
-    sin, turned_q, groups, q_row, k_row, v_row,
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, slots, pages,
+    q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row,
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
     VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
@@ -446,6 +495,8 @@ def append_kernel(
         keys += slot * KEYS_ROW - b * (HK * TOKENS * D)
         values += slot * VALUES_ROW - b * (HK * TOKENS * D)
         token_scales += slot * TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
+    if key_order is not None:
+        key_order += h * (2 * D)
     d = tl.arange(0, D)
     m_d = d < D
     keys += pair * (TOKENS * D)
@@ -461,7 +512,7 @@ def append_kernel(
         own = tl.arange(0, GROUP) + SINKS
         own_k = load_tokens(keys, token_scales, own, own > 0, False, GROUP, D)
         own_v = tl.trans(load_tokens(values, token_scales, own, own > 0, True, GROUP, D))
-        pack_loaded(own_k, own_v, kc, ks, vc, vs, n, True, D, BITS)
+        pack_loaded(own_k, own_v, kc, ks, vc, vs, key_order, n, True, D, BITS)
         tl.debug_barrier()  # all of the group is read before its first place is written
     # Its place in its group, and among the first tokens.
     is_first = tl.arange(0, 2) == 1

@@ -76,11 +76,12 @@ def _fake_attention(q, *rest):
 @operator(_fake_attention)
 def packed_attention_op(
     q: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor, keys: Tensor,
-    values: Tensor, token_scales: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
-    softcap: float | None,
+    values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, window: int, sinks: int,
+    limit: int, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
-    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
+    held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order)
+    cache = PackedKeyValues(*held)  # type: ignore[arg-type]
     return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap)
 
 
@@ -91,7 +92,7 @@ def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:
     """Groups of a page, and elements from a row of each tensor to its next, as the kernels take them with slots."""
     if pages is None:
         return dict.fromkeys(("PER_PAGE", *ROWS), 0)
-    return {"PER_PAGE": cache.groups} | dict(zip(ROWS, map(row_size, (pages, *cache)), strict=True))
+    return {"PER_PAGE": cache.groups} | dict(zip(ROWS, map(row_size, (pages, *cache.tensors)), strict=True))
 
 
 def _attend(
@@ -146,12 +147,13 @@ def _fake_step(q, *_):
 )
 def packed_step_op_(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, window: int, sinks: int, limit: int,
-    scale: float, softcap: float | None, cos: Tensor | None, sin: Tensor | None, slots: Tensor | None = None,
-    pages: Tensor | None = None,
+    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, window: int,
+    sinks: int, limit: int, scale: float, softcap: float | None, cos: Tensor | None, sin: Tensor | None,
+    slots: Tensor | None = None, pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
-    cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
+    held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order)
+    cache = PackedKeyValues(*held)  # type: ignore[arg-type]
     (B, _, HQ, D), HK = q.shape, keys.shape[1]
     turned = q.contiguous() if cos is None else q.new_empty(q.shape)
     (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
@@ -236,19 +238,19 @@ def _groups(make, B, HK, N, D, bits, device):
     )
 
 
-def _fake_pack(k, v, bits):
+def _fake_pack(k, v, bits, key_order):
     B, HK, length, D = k.shape
     return _groups(torch.empty, B, HK, length // GROUP, D, bits, k.device)
 
 
 @operator(_fake_pack)
-def pack_groups_op(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pack_groups_op(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes and scales of keys and of values [B, HK, N * 32, D]."""
     B, HK, T, D = k.shape
-    packed: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_pack(k, v, bits)
+    packed: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_pack(k, v, bits, key_order)
     if T:
         launch(
-            pack_kernel, B * HK * (T // GROUP), k, v, *packed,
+            pack_kernel, B * HK * (T // GROUP), k, v, *packed, key_order,
             T // GROUP, *k.stride()[:3], *v.stride()[:3], HK=HK, D=D, BITS=bits, num_warps=4,
         )  # fmt: skip
     return packed
@@ -256,14 +258,13 @@ def pack_groups_op(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Ten
 
 def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`deltanet_kernels.pack_groups` in Triton."""
-    k, v, bits = call
-    _supported(k.shape[3], k.dtype)
-    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    packed: tuple[Tensor, Tensor, Tensor, Tensor] = pack_groups_op(k, v, bits)
+    _supported(call.k.shape[3], call.k.dtype)
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:2])
+    packed: tuple[Tensor, Tensor, Tensor, Tensor] = pack_groups_op(k, v, call.bits, call.key_order)
     return packed
 
 
-def _fake_pack_prompt(k, v, bits, groups, length, old=None, starts=None):
+def _fake_pack_prompt(k, v, bits, groups, length, key_order=None, old=None, starts=None):
     B, T, HK, D = k.shape
     N = (T - 1) // GROUP
     # Places that no group has taken are not read, but no NaN.
@@ -282,16 +283,16 @@ def _fake_pack_prompt(k, v, bits, groups, length, old=None, starts=None):
 
 @operator(_fake_pack_prompt)
 def pack_prompt_op(
-    k: Tensor, v: Tensor, bits: int, groups: int, length: Tensor | None
+    k: Tensor, v: Tensor, bits: int, groups: int, length: Tensor | None, key_order: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of a cache, and the keys and values that later groups see [B, N * 32, HK, D]."""
-    return _pack_prompt(k, v, bits, groups, length)
+    return _pack_prompt(k, v, bits, groups, length, key_order)
 
 
-def _pack_prompt(k, v, bits, groups, length, old=None, tokens=(None, None), starts=None, longest=0):
+def _pack_prompt(k, v, bits, groups, length, key_order, old=None, tokens=(None, None), starts=None, longest=0):
     """As `pack_prompt_op`, after the tokens of the cache `old`, of which `tokens` are not packed (`tokens_of`), with
     `cu_seqlens` and `longest` of `PackedPartCall`."""
-    made = _fake_pack_prompt(k, v, bits, groups, length, old, starts)
+    made = _fake_pack_prompt(k, v, bits, groups, length, key_order, old, starts)
     (k, v), strides = strided(k, v)
     T, HK, D = k.shape[1:]
     held, last = 0, (T - 1) // GROUP
@@ -300,7 +301,7 @@ def _pack_prompt(k, v, bits, groups, length, old=None, tokens=(None, None), star
         held, last = old.groups, old.groups + cdiv(T, GROUP)
     launch(
         pack_prompt_kernel, len(made[7]) * HK * (1 + last), k, v, *made, length, *(old or [None] * 4)[:4], *tokens,
-        None if old is None else old.lengths, starts, T, groups, held, last, *strides, HK=HK, D=D, BITS=bits,
+        None if old is None else old.lengths, starts, key_order, T, groups, held, last, *strides, HK=HK, D=D, BITS=bits,
         num_warps=4,
     )  # fmt: skip
     return made
@@ -314,8 +315,8 @@ def pack_prompt_triton(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, T
     """
     _supported(call.k.shape[3], call.k.dtype)
     groups = (call.k.shape[1] - 1) // GROUP if call.groups is None else call.groups
-    *cache, keys, values = pack_prompt_op(*call[:3], groups, call.length)
-    return PackedKeyValues(*cache), keys, values
+    *cache, keys, values = pack_prompt_op(*call[:3], groups, call.length, call.key_order)
+    return PackedKeyValues(*cache, call.key_order), keys, values  # type: ignore[call-arg]
 
 
 def _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap):
@@ -383,25 +384,25 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _fake_part(
-    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, groups, window,
-    sinks, limit, scale, softcap, cu_seqlens, longest,
+    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, groups,
+    window, sinks, limit, scale, softcap, cu_seqlens, longest,
 ):  # fmt: skip
     old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
-    made = _fake_pack_prompt(k, v, old.bits, groups, None, old, cu_seqlens)
+    made = _fake_pack_prompt(k, v, old.bits, groups, None, key_order, old, cu_seqlens)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:8]
 
 
 @operator(_fake_part)
 def packed_part_op(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, groups: int, window: int, sinks: int,
-    limit: int, scale: float, softcap: float | None, cu_seqlens: Tensor | None, longest: int,
+    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, groups: int,
+    window: int, sinks: int, limit: int, scale: float, softcap: float | None, cu_seqlens: Tensor | None, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
     held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
     old = PackedKeyValues(*(x.contiguous() for x in held))  # type: ignore[call-arg]
     rows = old, tokens_of(old, q.dtype), cu_seqlens, longest
-    *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, *rows)
+    *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, key_order, *rows)
     return *_prompt_attention(q, k, v, seen_k, seen_v, window, sinks, limit, scale, softcap, *rows), *cache
 
 
@@ -415,4 +416,4 @@ def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyV
     o, lse, *cache = packed_part_op(
         *call[:3], *call.cache, call.groups, *call.reach, call.factor, call.softcap, call.cu_seqlens, call.longest
     )
-    return o, lse, PackedKeyValues(*cache)
+    return o, lse, call.cache.with_tensors(cache)

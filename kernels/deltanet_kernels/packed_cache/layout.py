@@ -6,8 +6,8 @@ Shapes: B batch, HK key heads, N groups, D head size, G numbers that share a sca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class PackedKeyValues(NamedTuple):
 
     A packed number is low + code * scale. A word of 16 bits holds both for 32 numbers: h in the upper nine bits, four
     of exponent and five of mantissa, and z from -64 to 63 in the lower seven. Codes of 4 bits stand for z h - 15 h,
-    z h - 13 h, ... z h + 15 h; those of 8 bits lie as evenly around z h, 16 to a step of these.
+    z h - 13 h, ... z h + 15 h, those of 3 bits for z h - 7 h, z h - 5 h, ... z h + 7 h. Those of 5 and 8 bits lie as
+    evenly around z h, 2 and 16 to a step of these.
 
     With n tokens before it, the last token of a sequence is in the group n // 32. The tokens of that group are in
     `keys` and `values` from place 4 on; the groups before it are packed, group g in the place g % N of N. The first
@@ -41,6 +42,10 @@ class PackedKeyValues(NamedTuple):
     of 4 bits, or four of 8: those of even places in its low half, those of odd places in its high half, in order from
     the lowest bits. So one shift brings a pair of neighbours to the lowest bits of both halves. A row whose length is
     no multiple of that is divided into the longest even runs that fit, in the same order.
+
+    With a key order, which only 4 bits have, the channels of a key are packed in its order, and the places in the first
+    half of a row have 5, 5, 3, 3, 5, 5, 3, 3, ... bits: the two codes of a byte have 5 and 3. A channel whose error
+    weighs more in the scores can so have half of it for the bits of one whose error weighs less.
     """
 
     key_codes: Tensor  # [B, HK, N, 32, D * bits / 8] uint8
@@ -51,6 +56,7 @@ class PackedKeyValues(NamedTuple):
     values: Tensor  # [B, HK, 4 + 32, D] uint8
     token_scales: Tensor  # [B, HK, 4 + 32, 4 D / 16] uint8: 120 + exponents and zeros of keys, then of values
     lengths: Tensor  # [B] int32: tokens of the sequences
+    key_order: Tensor | None = None  # [HK, 2, D] int64: the channel in each place, and the place of each channel
 
     @property
     def bits(self) -> int:
@@ -60,6 +66,15 @@ class PackedKeyValues(NamedTuple):
     def groups(self) -> int:
         """N."""
         return self.key_codes.shape[2]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What changes with the tokens: all but the key order."""
+        return self[:8]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> PackedKeyValues:
+        """Other tokens with the same key order."""
+        return PackedKeyValues(*tensors, self.key_order)  # type: ignore[call-arg]
 
 
 def token_blocks(D: int) -> int:
@@ -109,22 +124,32 @@ def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return keys, values
 
 
-def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+Bits = int | Tensor  # of numbers: all alike, or an int32 tensor that broadcasts against them
+
+
+def _code_range(bits: Bits) -> tuple[Any, Any]:
+    """Of codes of so many bits: the last one, and a step in units of h."""
+    if isinstance(bits, Tensor):
+        return 2**bits - 1, _power(1 - (bits - 4).clamp_min(0))
+    return 2**bits - 1, 2.0 ** (1 - max(0, bits - 4))
+
+
+def quantised(x: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     """x [..., G] on 2^bits even steps: whole numbers [..., G] float32, and their words [..., 1] int16.
 
     Of all zeros and half steps h, those are taken with which the steps reach from the lowest to the highest number.
     """
-    wide, reach = x.float(), min(15, 2**bits - 1)
+    wide, (last, step) = x.float(), _code_range(bits)
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     ends = low + high
-    least = torch.maximum((high - low) * (0.5 / reach), ends.abs() * (0.5 / 63))
+    least = torch.maximum((high - low) * (0.5 / (last * step / 2 // 1)), ends.abs() * (0.5 / 63))
     significand, exponent = torch.frexp(least.clamp_(2.0**LEAST_HALF_STEP, 2.0 ** (LEAST_HALF_STEP + 16)))
     steps = (significand * 64 + 0.5).int() + (exponent - LEAST_HALF_STEP - 2) * 32
     steps.clamp_max_(511)
     zeros = (ends * 0.5 / _half_steps(steps)).round_().clamp_(-64, 63)
     words = ((steps << 7) + zeros.int() + 64).to(torch.int16)
     scale, low = scales_of(words, bits)
-    return ((wide - low) / scale).round_().clamp_(0, 2**bits - 1), words
+    return ((wide - low) / scale).round_().clamp_min_(0).clamp_max_(last), words
 
 
 def _half_steps(steps: Tensor) -> Tensor:
@@ -132,19 +157,36 @@ def _half_steps(steps: Tensor) -> Tensor:
     return ((steps << 18) + ((127 + LEAST_HALF_STEP) << 23)).view(torch.float32)
 
 
-def scales_of(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def scales_of(words: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     """The scales and the lowest numbers, float32 that bfloat16 has exactly, of words int16 of this shape."""
-    wide, unit = words.int(), max(1, 2 ** (bits - 4))
-    h = _half_steps((wide >> 7) & 511) / unit
-    low = ((wide & 127) - 64) * unit - (2**bits - 1)
-    return h * 2, (h * low).bfloat16().to(h.dtype)
+    wide, (last, step) = words.int(), _code_range(bits)
+    h = _half_steps((wide >> 7) & 511)
+    return h * step, (h * ((wide & 127) - 64 - last * step / 2)).bfloat16().to(h.dtype)
 
 
-def restored(codes: Tensor, words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+def restored(codes: Tensor, words: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
     """The inverse of `quantised`, computed in float32 at least."""
     wide = torch.promote_types(dtype, torch.float32)
     scale, low = scales_of(words, bits)
     return (low.to(wide) + codes.to(wide) * scale.to(wide)).to(dtype)
+
+
+@cached
+def key_bits(D: int, device: torch.device) -> Tensor:
+    """[D] int32: the bits of keys with a key order, by their places."""
+    place = torch.arange(D, device=device, dtype=torch.int32)
+    return 4 + (1 - place // 2 % 2 * 2) * (place < D // 2)
+
+
+def by_places(k: Tensor, key_order: Tensor | None) -> Tensor:
+    """Keys, or queries of each key head, [B, HK, ..., D] with their channels in the places of a key order."""
+    return k if key_order is None else _by_heads(k, key_order[:, 0])
+
+
+def _by_heads(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, HK, ..., D] taken at index [HK, D]."""
+    heads, size = index.shape
+    return x.gather(-1, index.view(1, heads, *[1] * (x.dim() - 3), size).expand_as(x))
 
 
 @cached
@@ -160,50 +202,69 @@ def in_stored_order(x: Tensor, bits: int) -> Tensor:
     return x.gather(-1, _stored_order(x.shape[-1], bits, x.device).expand_as(x))
 
 
-def stored_codes(packed: Tensor, bits: int) -> Tensor:
-    """The codes [..., C] uint8 of packed rows, in the order in which they are stored."""
+@cached
+def _byte_parts(numbers: int, bits: int, ordered: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the bytes of a row that hold two codes: the bits of the first [C / 2] uint8, and the ones [C / 2] int16 of
+    both, moved to bytes of their own."""
+    stored = (
+        in_stored_order(key_bits(numbers, device), bits) if ordered else torch.full((numbers,), bits, device=device)
+    )
+    first, second = stored.unflatten(-1, (-1, 2)).unbind(-1)
+    return first.to(torch.uint8), (2**first - 1 + (2**second - 1) * 256).to(torch.int16)
+
+
+def stored_codes(packed: Tensor, bits: int, ordered: bool = False) -> Tensor:
+    """The codes [..., C] uint8 of packed rows, in the order in which they are stored; `ordered` by a key order."""
     if bits == 8:
         return packed
+    first, ones = _byte_parts(2 * packed.shape[-1], bits, ordered, packed.device)
     pairs = packed.to(torch.int16)
-    return (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.uint8)
+    moved = pairs << (8 - first)
+    if ordered:  # a first code of 5 bits would reach into its own place
+        moved.bitwise_and_(-256)
+    return moved.bitwise_or_(pairs).bitwise_and_(ones).view(torch.uint8)
 
 
-def _bytes(codes: Tensor, bits: int) -> Tensor:
+def _bytes(codes: Tensor, bits: int, ordered: bool = False) -> Tensor:
     """The whole numbers [..., C] of `quantised` in bytes, in the order of `PackedKeyValues`."""
     codes = in_stored_order(codes.to(torch.uint8), bits)
     if bits == 8:
         return codes
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
+    return low | high << _byte_parts(codes.shape[-1], bits, ordered, codes.device)[0]
 
 
-def _codes(packed: Tensor, bits: int) -> Tensor:
-    codes = stored_codes(packed, bits)
+def _codes(packed: Tensor, bits: int, ordered: bool = False) -> Tensor:
+    codes = stored_codes(packed, bits, ordered)
     some = math.gcd(codes.shape[-1], 32 // bits)
     return codes.unflatten(-1, (-1, 2, some // 2)).mT.flatten(-3)
 
 
-def packed_groups(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def packed_groups(
+    k: Tensor, v: Tensor, bits: int, key_order: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first four tensors of a cache, of k and v [B, HK, N * 32, D]."""
-    k, v = (x.unflatten(2, (-1, GROUP)) for x in (k, v))
-    key_codes, key_words = quantised(k.mT, bits)
+    k, v = (x.unflatten(2, (-1, GROUP)) for x in (by_places(k, key_order), v))
+    ordered = key_order is not None
+    key_codes, key_words = quantised(k.mT, key_bits(k.shape[-1], k.device).unsqueeze(-1) if ordered else bits)
     value_codes, value_words = quantised(v.unflatten(-1, (-1, min(GROUP, v.shape[-1]))), bits)
     return (
-        _bytes(key_codes.mT, bits).contiguous(),
+        _bytes(key_codes.mT, bits, ordered).contiguous(),
         key_words.squeeze(-1),
         _bytes(value_codes.flatten(-2).mT, bits).contiguous(),
         value_words.squeeze(-1).mT.contiguous(),
     )
 
 
-def unpacked(groups: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpacked(groups: Sequence[Tensor], dtype: torch.dtype, key_order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Keys and values [B, HK, N * 32, D] of `packed_groups`."""
     key_codes, key_words, value_codes, value_words = groups
-    bits = 8 * key_codes.shape[-1] // key_words.shape[-1]
-    keys = restored(_codes(key_codes, bits), key_words.unsqueeze(3), bits, dtype)
+    bits, ordered = 8 * key_codes.shape[-1] // key_words.shape[-1], key_order is not None
+    widths = key_bits(key_words.shape[-1], key_words.device) if ordered else bits
+    keys = restored(_codes(key_codes, bits, ordered), key_words.unsqueeze(3), widths, dtype).flatten(2, 3)
     codes = _codes(value_codes, bits).mT.unflatten(-1, (value_words.shape[3], -1))
     values = restored(codes, value_words.mT.unsqueeze(-1), bits, dtype)
-    return keys.flatten(2, 3), values.flatten(-2).flatten(2, 3)
+    return keys if key_order is None else _by_heads(keys, key_order[:, 1]), values.flatten(-2).flatten(2, 3)
 
 
 def token_numbers(lengths: Tensor, groups: int) -> Tensor:

@@ -46,7 +46,7 @@ def first_place(b, begin, held):
 def pack_prompt_kernel(
     k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, seen_k, seen_v, length,
     old_key_codes, old_key_scales, old_value_codes, old_value_scales, old_keys, old_values, old_lengths, starts,
-    T, groups, held, last, k_row, k_token, k_head, v_row, v_token, v_head,
+    key_order, T, groups, held, last, k_row, k_token, k_head, v_row, v_token, v_head,
     HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key head and group of 32 tokens; the last one copies the first tokens and the group of the
@@ -72,6 +72,8 @@ def pack_prompt_kernel(
         v += begin * v_token
     k += h * k_head
     v += h * v_head
+    if key_order is not None:
+        key_order += h * (2 * D)
     before, begun, base = 0, 0, 0
     if old_lengths is not None:
         before = tl.load(old_lengths + b)
@@ -112,7 +114,7 @@ def pack_prompt_kernel(
                     copy_group(old_key_codes, old_key_scales, held_at, key_codes, key_scales, group, D, BITS)
                     copy_group(old_value_codes, old_value_scales, held_at, value_codes, value_scales, group, D, BITS)
                 new_k, new_v = unpack_group(
-                    old_key_codes, old_key_scales, old_value_codes, old_value_scales, held_at, D, BITS
+                    old_key_codes, old_key_scales, old_value_codes, old_value_scales, key_order, held_at, D, BITS
                 )
                 at = rows[:, None] * D + d[None, :]
                 old_k = _tokens(k, old_keys, j[:, None], d[None, :], k_token, before, first, begun, D)
@@ -123,7 +125,7 @@ def pack_prompt_kernel(
             own_k = _tokens(k, old_keys, j[:, None], d[None, :], k_token, before, total, begun, D)
             own_v = _tokens(v, old_values, j[None, :], d[:, None], v_token, before, total, begun, D)
             new_k, new_v = pack_loaded(
-                own_k, own_v, key_codes, key_scales, value_codes, value_scales, group, is_kept, D, BITS
+                own_k, own_v, key_codes, key_scales, value_codes, value_scales, key_order, group, is_kept, D, BITS
             )
             old_k = _tokens(k, old_keys, j[:, None], d[None, :], k_token, before, first, begun, D)
             tl.store(seen_k + rows[:, None] * D + d[None, :], tl.where(is_sink[:, None], old_k, new_k.to(old_k.dtype)))

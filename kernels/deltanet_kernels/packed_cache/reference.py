@@ -23,7 +23,9 @@ from deltanet_kernels.packed_cache.layout import (
     GROUP,
     SINKS,
     PackedKeyValues,
+    by_places,
     in_stored_order,
+    key_bits,
     packed_groups,
     rounded_tokens,
     scales_of,
@@ -47,11 +49,14 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     (B, HQ, _, D), (HK, N) = call.q.shape, cache.key_codes.shape[1:3]
     heads, R, parts = B * HK, HQ // HK, cache.value_scales.shape[3]
     q = call.q.reshape(heads, R, D).to(wide) * call.factor
-    scale, low = (x.view(heads * N, 1, D).to(wide) for x in scales_of(in_stored_order(cache.key_scales, bits), bits))
-    codes = stored_codes(cache.key_codes, bits).to(wide).view(heads * N, GROUP, D)
+    ordered = cache.key_order is not None
+    widths = in_stored_order(key_bits(D, q.device), bits) if ordered else bits
+    scale, low = (x.view(heads * N, 1, D).to(wide) for x in scales_of(in_stored_order(cache.key_scales, bits), widths))
+    codes = stored_codes(cache.key_codes, bits, ordered).to(wide).view(heads * N, GROUP, D)
     keys = torch.addcmul(low, codes, scale, out=codes).view(heads, N * GROUP, D)
     near_keys, near_values = (x.view(heads, SINKS + GROUP, D) for x in tokens_of(cache, wide))
-    scores = torch.cat([in_stored_order(q, bits) @ keys.mT, q @ near_keys.mT], dim=2)
+    far_q = in_stored_order(by_places(q.view(B, HK, R, D), cache.key_order).view(q.shape), bits)
+    scores = torch.cat([far_q @ keys.mT, q @ near_keys.mT], dim=2)
     if call.softcap is not None:
         scores = call.softcap * (scores / call.softcap).tanh()
     scores.view(B, HK, R, -1).masked_fill_(_unseen(call), -torch.inf)
@@ -105,7 +110,8 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     k, v = (x.transpose(1, 2) for x in call[:2])
     B, T = call.k.shape[:2]
     N = (T - 1) // GROUP
-    packed: tuple[Tensor, ...] = packed_groups(k[:, :, : N * GROUP], v[:, :, : N * GROUP], call.bits)
+    complete = k[:, :, : N * GROUP], v[:, :, : N * GROUP]
+    packed: tuple[Tensor, ...] = packed_groups(*complete, call.bits, call.key_order)
     end = torch.full((1,), T, device=k.device) if call.length is None else call.length
     current = (end - 1) // GROUP
     places = torch.cat([torch.arange(SINKS, device=k.device), current * GROUP + torch.arange(GROUP, device=k.device)])
@@ -115,7 +121,7 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     tokens = token_tensors(keys, values)
     seen = [
         torch.cat([x[:, :, : min(SINKS, N * GROUP)], restored[:, :, SINKS:]], dim=2).transpose(1, 2)
-        for x, restored in zip((k, v), unpacked(packed, k.dtype), strict=True)
+        for x, restored in zip((k, v), unpacked(packed, k.dtype, call.key_order), strict=True)
     ]
     groups = N if call.groups is None else call.groups
     if groups > N:
@@ -124,7 +130,7 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     number = last - (last - torch.arange(groups, device=k.device)) % max(groups, 1)  # of the group in each place
     taken = (x.index_select(2, number.clamp_min(0)) for x in packed)
     packed = tuple(x.masked_fill((number < 0).view(-1, *[1] * (x.dim() - 3)), 0) for x in taken)
-    return PackedKeyValues(*packed, *tokens, lengths), seen[0], seen[1]  # type: ignore[call-arg]
+    return PackedKeyValues(*packed, *tokens, lengths, call.key_order), seen[0], seen[1]  # type: ignore[call-arg]
 
 
 def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
@@ -193,7 +199,7 @@ def _step_in_slots(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]
     assert pages is not None
     pages = pages.long()
     packed: Any = (x[pages].transpose(1, 2).flatten(2, 3) for x in held[:4])
-    own = PackedKeyValues(*packed, *(x[slots] for x in held[4:]))  # type: ignore[call-arg]
+    own = held.with_tensors([*packed, *(x[slots] for x in held.tensors[4:])])
     number = own.lengths.long()
     found = torch_packed_step_(call._replace(cache=own, slots=None, pages=None))
     if own.groups:
@@ -203,7 +209,7 @@ def _step_in_slots(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]
         rows = torch.arange(len(slots), device=slots.device)
         for x, new in zip(held[:4], own[:4], strict=True):
             x[row, :, place % held.groups] = new[rows, :, place]
-    for x, new in zip(held[4:], own[4:], strict=True):
+    for x, new in zip(held.tensors[4:], own.tensors[4:], strict=True):
         x[slots] = new
     return found
 
@@ -228,7 +234,7 @@ def _pack_complete(cache: PackedKeyValues, number: Tensor) -> None:
     full = (number > 0) & (number % GROUP == 0)
     place = (number // GROUP - 1) % cache.groups
     keys, values = (x[:, :, SINKS:] for x in tokens_of(cache, torch.float32))
-    new = packed_groups(keys, values, cache.bits)
+    new = packed_groups(keys, values, cache.bits, cache.key_order)
     for held, packed in zip(cache[:4], new, strict=True):
         chosen = full.view(-1, *[1] * (held.dim() - 2))
         held[rows, :, place] = packed[:, :, 0].where(chosen, held[rows, :, place])

@@ -1,10 +1,10 @@
 """Times attention to a packed cache: `python -m measuring.kernels packed_attention`.
 
-4 and 8 bits beside `decode_attention` on the same tokens in 16 bits. The layers are a softmax layer of an 8B model (32
-query heads, 8 key heads, 128 channels), of the teacher as of a hybrid that keeps it, and of a small model (9, 3, 64).
-Caches have places for an eighth more tokens; the last rows are windows of 256 tokens, a ring of 8 groups. Each form is
-first compared with float64 on the numbers that it holds. A packed row also has the time of a whole step (rotary
-embedding, appending a token, attention) and of packing a prompt.
+4 bits, with and without a key order, and 8 bits beside `decode_attention` on the same tokens in 16 bits. The layers
+are a softmax layer of an 8B model (32 query heads, 8 key heads, 128 channels), of the teacher as of a hybrid that
+keeps it, and of a small model (9, 3, 64). Caches have places for an eighth more tokens; the last rows are windows of
+256 tokens, a ring of 8 groups. Each form is first compared with float64 on the numbers that it holds. A packed row
+also has the time of a whole step (rotary embedding, appending a token, attention) and of packing a prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ SHAPES = [
 """Sequences, tokens of each, query and key heads, head size."""
 
 
-def packed(B: int, tokens: int, HQ: int, HK: int, D: int, bits: int) -> tuple[Tensor, list[PackedKeyValues], float]:
+def packed(
+    B: int, tokens: int, HQ: int, HK: int, D: int, bits: int, key_order: Tensor | None
+) -> tuple[Tensor, list[PackedKeyValues], float]:
     """Queries, several caches, and the bytes of the keys and values of all tokens, scales included.
 
     Sequences of a window's length have read twice as many tokens.
@@ -56,7 +58,7 @@ def packed(B: int, tokens: int, HQ: int, HK: int, D: int, bits: int) -> tuple[Te
         k, v = (torch.randn(B, HK, places, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         own = token_tensors(*(x[:, :, : SINKS + GROUP] for x in (k, v)))
         lengths = torch.full((B,), 2 * tokens - 8 if ring else tokens - 8, dtype=torch.int32, device="cuda")
-        return PackedKeyValues(*pack_groups(k, v, bits), *own, lengths)  # type: ignore[call-arg]
+        return PackedKeyValues(*pack_groups(k, v, bits, key_order), *own, lengths, key_order)  # type: ignore[call-arg]
 
     size = 2 * B * tokens * HK * D * (bits + 0.5) / 8  # 16 bits of scale and lowest number for 32 numbers
     return q, several_caches(cache, size), size
@@ -70,7 +72,9 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
         inputs = in_16_bits.make(B, kept, HQ, HK, D, places)
         return in_16_bits.attend(decode_attention, inputs._replace(size=4 * B * tokens * HK * D))
     window = WINDOW if tokens == WINDOW else None
-    q, caches, size = packed(B, tokens, HQ, HK, D, bits)
+    order = torch.rand(HK, D, device="cuda").argsort() if labels["key_order"] else None
+    key_order = None if order is None else torch.stack([order, order.argsort()], dim=1)
+    q, caches, size = packed(B, tokens, HQ, HK, D, bits, key_order)
     wanted, _ = torch_packed_attention(PackedAttentionCall(q.double(), caches[0], window, SINKS))
     error = relative_error(packed_attention(q, caches[0], window, SINKS)[0], wanted)
     row = time_steps(lambda cache: packed_attention(q, cache, window, SINKS), caches, error, size)
@@ -82,14 +86,14 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
 
     row["step_us"] = round(graph_us(step, max(4, len(caches))), 3)
     prompt = torch.randn(1, tokens, HK, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    row["pack_prompt_us"] = round(1e3 * median_ms(lambda: pack_groups(prompt, prompt, bits)), 3)
+    row["pack_prompt_us"] = round(1e3 * median_ms(lambda: pack_groups(prompt, prompt, bits, key_order)), 3)
     return row
 
 
 def rows(peers: bool) -> Iterator[Row]:
     """Labels of the rows."""
-    for shape, bits in itertools.product(SHAPES, (16, 8, 4)):
-        yield {"shape": list(shape), "bits": bits}
+    for shape, (bits, ordered) in itertools.product(SHAPES, ((16, False), (8, False), (4, False), (4, True))):
+        yield {"shape": list(shape), "bits": bits, "key_order": ordered}
 
 
 def configurations(labels: Row) -> Iterator[Configuration]:

@@ -184,7 +184,7 @@ def main(
         run, facts = run_facts(Path(folder)), layer_facts(student)
         trained = {"tokens": run.get("tokens", 0), "seed": run.get("seed")}
         states = any(kind.recurrent is not None for kind in LayerTable.of(student.config).converted.values())
-        kind = "student" if states else "control"
+        kind = ("student" if states else "control") if trained["tokens"] else "free"
         for width in bits or (16, 4):
             made = command(folder, model=f"{name}=FOLDER", bits=width)
             add(f"{name}@{width}", kind, student, width, facts | trained | made)

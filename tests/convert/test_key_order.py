@@ -1,0 +1,113 @@
+"""The order in which keys of 4 bits are packed: how it is measured, and that converted models have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from deltanet_convert.start.key_order import measured_key_order, order_by, set_key_order
+from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.models.cache_bits import set_cache_bits, softmax_parts
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.layers import LayerTable
+from deltanet_kernels.packed_cache.layout import GROUP, key_bits
+from support.blank_layers import layer_inputs
+from support.tiny_conversion import teacher_folder, tiny_conversion
+from support.tiny_models import ONE_NORM, tiny_student, tiny_teacher
+from tests.convert.test_convert_heads import selection
+
+IDS = torch.randint(4, 60, (1, 100), generator=torch.Generator().manual_seed(0))
+
+
+def bits_of(order: torch.Tensor) -> torch.Tensor:
+    """[HK, D] the bits of each channel."""
+    return key_bits(order.shape[2], order.device).expand_as(order[:, 0]).gather(1, order[:, 1])
+
+
+def test_the_heaviest_channels_have_the_most_bits() -> None:
+    weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0))
+    order = order_by(weights)
+    assert torch.equal(order[:, 0].gather(1, order[:, 1]), torch.arange(64).expand(3, -1))
+    bits, ranks = bits_of(order), (-weights).argsort(1).argsort(1)
+    assert torch.equal(bits, torch.where(ranks < 16, 5, torch.where(ranks < 48, 4, 3)))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_oss"])
+@torch.no_grad()
+def test_weights_are_of_the_queries_and_of_the_ranges_of_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head's query heads, of groups behind the first, and equal within a rotary pair."""
+    teacher = tiny_teacher(family, attn_implementation="eager")
+    attention, x, kwargs = layer_inputs(teacher, 1, 2)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    module: Any = __import__(type(attention).__module__, fromlist=["apply_rotary_pos_emb"])
+    rotate = module.apply_rotary_pos_emb
+
+    def kept(*args: Any, **options: Any) -> Any:
+        seen.append(rotate(*args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", kept)
+    x = torch.cat([x, x.flip(1), x], dim=1)[:, : 2 * GROUP + 5]
+    kwargs["position_embeddings"] = teacher.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+    before = attention.config
+    order = measured_key_order(attention, x, kwargs | {"attention_mask": None})
+    assert attention.config is before
+    q, k = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    heads, size = k.shape[1], k.shape[3]
+    energy = q.unflatten(1, (heads, -1)).square().mean((2, 3))  # [n, HK, D]
+    group = k[:, :, GROUP : 2 * GROUP]
+    weights = (energy * (group.amax(2) - group.amin(2)).square()).mean(0)
+    rotated = round(size * getattr(teacher.config, "partial_rotary_factor", 1.0))
+    pairs = weights[:, :rotated].unflatten(1, (2, -1)).mean(1)
+    weights[:, :rotated] = torch.cat([pairs, pairs], dim=1)
+    assert torch.equal(bits_of(order), bits_of(order_by(weights)))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ONE_NORM])
+@torch.no_grad()
+def test_converted_models_have_an_order_for_each_head(tmp_path: Path, family: str) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", family)
+    report = tiny_conversion(
+        teacher, tmp_path / "out", mixer="window", changes=("window=40",), cache_bits=4,
+        layers=selection(tmp_path, family),
+    )  # fmt: skip
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert LayerTable.of(model.config).key_order
+    assert report["plan"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    found = {name: order for name, order in model.named_buffers() if name.endswith("key_order")}
+    parts = [part for layer in model.model.layers for part in softmax_parts(layer.self_attn)]
+    assert len(found) == len(parts) == 6
+    for (part, heads), order in zip(parts, found.values(), strict=True):
+        assert order is part.key_order
+        assert order.shape == (heads, 2, part.head_dim)
+        assert torch.equal(order[:, 0].sort(1).values, torch.arange(part.head_dim).expand(heads, -1))
+        assert torch.equal(order[:, 1], order[:, 0].argsort(1))
+    logits = model(IDS).logits
+    assert not torch.equal(logits, set_cache_bits(model, 8)(IDS).logits)
+
+
+def test_heads_of_a_layer_keep_their_orders() -> None:
+    """Cut up by heads, and repeated where a window has more key/value heads than the teacher."""
+    order = order_by(torch.rand(2, 16, generator=torch.Generator().manual_seed(0)))
+    mixed = tiny_student("llama", mixer="window", window=9).model.layers[0].self_attn
+    set_key_order(mixed, order)
+    assert torch.equal(mixed.key_order, order)
+    wide: Any = tiny_student("llama", window=9, expand_kv=True).model.layers[0].self_attn
+    set_key_order(wide, order)
+    heads = wide.window_branch.kv_heads
+    assert torch.equal(wide.window_branch.key_order, order.repeat_interleave(heads // 2, 0))
+    assert not isinstance(wide, MixedHeads)
+
+
+def test_exact_layers_and_other_bits_have_none(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    for name, options in (("eight", {"mixer": "window", "cache_bits": 8}), ("sixteen", {"mixer": "window"})):
+        tiny_conversion(teacher, tmp_path / name, layers="keep:1", **options)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert not any(buffer.endswith("key_order") for buffer, _ in model.named_buffers())
+        assert "key_order" not in model.config.deltanet
