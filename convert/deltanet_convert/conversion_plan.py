@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
@@ -118,7 +119,9 @@ def make_plan(
         insert_norms: give the kept layers q/k norms where the teacher has none (`norm_config.py`).
         threads: CPU threads that fits of different layers may share; 1 on a GPU, where one layer is fitted at a time.
     """
-    table = replace(table, key_order=table.key_order and int(teacher.model.model.layers[0].self_attn.head_dim) % 8 == 0)
+    size = int(teacher.model.model.layers[0].self_attn.head_dim)
+    if table.key_order and size % 8:
+        raise UserError(f"--key-order: got heads of {size} channels, needs a multiple of 8; leave it out")
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
     base = with_norms(teacher.config, kept) if inserted else teacher.config

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start.key_order import measured_key_order, order_by, set_key_order
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.cache_bits import set_cache_bits, softmax_parts
 from deltanet_hf.models.families import FAMILIES
@@ -72,7 +74,7 @@ def test_weights_are_of_the_queries_and_of_the_ranges_of_keys(family: str, monke
 def test_converted_models_have_an_order_for_each_head(tmp_path: Path, family: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
     report = tiny_conversion(
-        teacher, tmp_path / "out", mixer="window", changes=("window=40",), cache_bits=4,
+        teacher, tmp_path / "out", mixer="window", changes=("window=40",), cache_bits=4, key_order=True,
         layers=selection(tmp_path, family),
     )  # fmt: skip
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -104,10 +106,13 @@ def test_heads_of_a_layer_keep_their_orders() -> None:
     assert not isinstance(wide, MixedHeads)
 
 
-def test_exact_layers_and_other_bits_have_none(tmp_path: Path) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", "llama")
-    for name, options in (("eight", {"mixer": "window", "cache_bits": 8}), ("sixteen", {"mixer": "window"})):
-        tiny_conversion(teacher, tmp_path / name, layers="keep:1", **options)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert not any(buffer.endswith("key_order") for buffer, _ in model.named_buffers())
-        assert "key_order" not in model.config.deltanet
+@pytest.mark.parametrize("options", [{"cache_bits": 8}, {"profile": "qwen3_5", "cache_bits": 4}], ids=str)
+def test_keys_of_other_bits_and_of_exports_have_no_order(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="--key-order: orders keys of 4 bits"):
+        ConvertOptions(key_order=True, **options)
+
+
+def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama", head_dim=12)
+    with pytest.raises(UserError, match="--key-order: got heads of 12 channels, needs a multiple of 8"):
+        tiny_conversion(teacher, tmp_path / "out", mixer="window", cache_bits=4, key_order=True)

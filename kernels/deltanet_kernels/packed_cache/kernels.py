@@ -48,30 +48,29 @@ def _bits_of(place, C: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr):
 @triton.jit
 def _scale_and_low(word, bits):
     """The scale and the lowest number float32 of words as in `layout.PackedKeyValues`."""
-    h, step = _half_step(word), _power(1 - tl.maximum(bits - 4, 0))
+    h = _half_step(word)
     z = ((word.to(tl.int32) & 127) - 64).to(tl.float32)
-    reach = ((1 << bits) - 1).to(tl.float32) * (step * 0.5)
-    return h * step, (h * (z - reach)).to(tl.bfloat16).to(tl.float32)
+    below = tl.where(bits == 8, 255 / 16, tl.minimum((1 << bits) - 1, 15).to(tl.float32))
+    return h * _power(1 - tl.maximum(bits - 4, 0)), (h * (z - below)).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def _pairs_of_scales(words, bits, PAIRS: tl.constexpr):
     """The scales and the lowest numbers, pairs of bfloat16, of pairs of words; of 3 to 5 bits if PAIRS."""
-    if PAIRS:  # s is h for 5 bits and else 2 h; the lowest number ((192 + z) h/s - 207 h/s) s, of 5 bits less s / 2
+    if PAIRS:  # s is h for 5 bits and else 2 h; the lowest number is ((192 + z) h/s - 207 h/s) s, of 3 bits 199 for 207
         more, less = tl.maximum(bits - 4, 0), tl.maximum(4 - bits, 0)
         scale = ((words >> 5) & 0x07FC07FC) + (128 + LEAST_HALF_STEP - more) * 0x00800080
         part = (0x3F00 + more * 0x80) * 0x00010001
         least = 0xC2CF - 0x10000 + more * 0x80 - less * 8
-        half = tl.where(more > 0, scale - 0x00800080, 0) | (0x80008000 - 0x100000000)
         low = tl.inline_asm_elementwise(
             """{
-            .reg .b32 n;
+            .reg .b32 n, none;
+            mov.b32 none, 0x80008000;
             lop3.b32 n, $1, 0x007F007F, 0x43004300, 0xEA;
             fma.rn.bf16x2 n, n, $3, $4;
-            fma.rn.bf16x2 $0, n, $2, $5;
+            fma.rn.bf16x2 $0, n, $2, none;
             }""",
-            "=r,r,r,r,r,r", [words, scale, part, (least << 16) | (least & 0xFFFF), half], dtype=tl.int32, is_pure=True,
-            pack=1,
+            "=r,r,r,r,r", [words, scale, part, (least << 16) | (least & 0xFFFF)], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
         return scale, low
     first, first_low = _scale_and_low(words, bits)
@@ -341,7 +340,8 @@ def _quantise(x, low, high, bits):
     least = tl.minimum(tl.maximum(least, 2.0**LEAST_HALF_STEP), 2.0 ** (LEAST_HALF_STEP + 16))
     steps = ((least.to(tl.int32, bitcast=True) + (1 << 17)) >> 18) - (127 + LEAST_HALF_STEP) * 32
     word = tl.minimum(steps, 511) << 7
-    zero = _nearest(tl.div_rn(ends * 0.5, _half_step(word)))
+    zero = tl.div_rn(ends * 0.5, _half_step(word))
+    zero = _nearest(tl.where(bits == 5, zero - 0.5, zero))
     word += tl.minimum(tl.maximum(zero, -64.0), 63.0).to(tl.int32) + 64
     scale, low = _scale_and_low(word, bits)
     steps = tl.div_rn(x - low, tl.broadcast_to(scale, x.shape))

@@ -31,8 +31,8 @@ class PackedKeyValues(NamedTuple):
 
     A packed number is low + code * scale. A word of 16 bits holds both for 32 numbers: h in the upper nine bits, four
     of exponent and five of mantissa, and z from -64 to 63 in the lower seven. Codes of 4 bits stand for z h - 15 h,
-    z h - 13 h, ... z h + 15 h, those of 3 bits for z h - 7 h, z h - 5 h, ... z h + 7 h. Those of 5 and 8 bits lie as
-    evenly around z h, 2 and 16 to a step of these.
+    z h - 13 h, ... z h + 15 h, those of 8 bits lie as evenly around z h, 16 to a step of these; those of 3 bits stand
+    for z h - 7 h, z h - 5 h, ... z h + 7 h, and those of 5 bits for z h - 15 h, z h - 14 h, ... z h + 16 h.
 
     With n tokens before it, the last token of a sequence is in the group n // 32. The tokens of that group are in
     `keys` and `values` from place 4 on; the groups before it are packed, group g in the place g % N of N. The first
@@ -127,11 +127,12 @@ def tokens_of(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tenso
 Bits = int | Tensor  # of numbers: all alike, or an int32 tensor that broadcasts against them
 
 
-def _code_range(bits: Bits) -> tuple[Any, Any]:
-    """Of codes of so many bits: the last one, and a step in units of h."""
-    if isinstance(bits, Tensor):
-        return 2**bits - 1, _power(1 - (bits - 4).clamp_min(0))
-    return 2**bits - 1, 2.0 ** (1 - max(0, bits - 4))
+def _code_range(bits: Bits) -> tuple[Any, Any, Any]:
+    """Of codes of so many bits: the last one, and in units of h, a step and how far the first is below z h."""
+    last = 2**bits - 1
+    if isinstance(bits, Tensor):  # of 3 to 5 bits
+        return last, _power(1 - (bits - 4).clamp_min(0)), last.clamp_max(15)  # type: ignore[union-attr]
+    return last, 2.0 ** (1 - max(0, bits - 4)), 255 / 16 if bits == 8 else min(15, last)
 
 
 def quantised(x: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
@@ -139,14 +140,14 @@ def quantised(x: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
 
     Of all zeros and half steps h, those are taken with which the steps reach from the lowest to the highest number.
     """
-    wide, (last, step) = x.float(), _code_range(bits)
+    wide, (last, step, below) = x.float(), _code_range(bits)
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     ends = low + high
-    least = torch.maximum((high - low) * (0.5 / (last * step / 2 // 1)), ends.abs() * (0.5 / 63))
+    least = torch.maximum((high - low) * (0.5 / (below // 1)), ends.abs() * (0.5 / 63))
     significand, exponent = torch.frexp(least.clamp_(2.0**LEAST_HALF_STEP, 2.0 ** (LEAST_HALF_STEP + 16)))
     steps = (significand * 64 + 0.5).int() + (exponent - LEAST_HALF_STEP - 2) * 32
     steps.clamp_max_(511)
-    zeros = (ends * 0.5 / _half_steps(steps)).round_().clamp_(-64, 63)
+    zeros = (ends * 0.5 / _half_steps(steps) - (last * step / 2 - below)).round_().clamp_(-64, 63)
     words = ((steps << 7) + zeros.int() + 64).to(torch.int16)
     scale, low = scales_of(words, bits)
     return ((wide - low) / scale).round_().clamp_min_(0).clamp_max_(last), words
@@ -159,9 +160,9 @@ def _half_steps(steps: Tensor) -> Tensor:
 
 def scales_of(words: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     """The scales and the lowest numbers, float32 that bfloat16 has exactly, of words int16 of this shape."""
-    wide, (last, step) = words.int(), _code_range(bits)
+    wide, (_, step, below) = words.int(), _code_range(bits)
     h = _half_steps((wide >> 7) & 511)
-    return h * step, (h * ((wide & 127) - 64 - last * step / 2)).bfloat16().to(h.dtype)
+    return h * step, (h * ((wide & 127) - 64 - below)).bfloat16().to(h.dtype)
 
 
 def restored(codes: Tensor, words: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
