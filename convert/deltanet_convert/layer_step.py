@@ -82,7 +82,8 @@ class LayerStep:
         ordered = LayerTable.of(self.student.config).key_order
         inputs, _ = _advance(layer, calibration, kwargs, keep=changes or ordered)
         order = measured_key_order(layer.self_attn, inputs, kwargs) if ordered else None
-        return LayerWork(index, layer, kwargs, new if changes else layer.self_attn, calibration, inputs, order)
+        kept = inputs if changes else None
+        return LayerWork(index, layer, kwargs, new if changes else layer.self_attn, calibration, kept, order)
 
     def fit(self, work: LayerWork) -> LayerWork:
         """Gives the new attention its start values."""

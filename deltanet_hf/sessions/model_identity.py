@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from deltanet_hf.models.cache_bits import KEY_ORDER
+
 SAMPLED = 64  # elements per tensor that are hashed one by one
 PART = 2**24  # elements that are summed at once
 VOLATILE = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -34,6 +36,9 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
     for name, parameter in sorted(model.named_parameters()):
         weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         sums.append(_checked(parameter.detach()).to(model.device))
+    for name, order in sorted(model.named_buffers()):
+        if name.endswith(KEY_ORDER):  # a sum says nothing of an order
+            weights.update(name.encode() + order.cpu().numpy().tobytes())
     if sums:
         weights.update(torch.cat(sums).cpu().numpy().tobytes())
     return {"config": config.hexdigest(), "dtype": str(model.dtype).split(".")[-1], "weights": weights.hexdigest()}

@@ -28,7 +28,7 @@ from deltanet_hf.safe_write import write_atomically
 from deltanet_hf.sessions.contents import Layout, UnsupportedLayer, contents, expected, put
 from deltanet_hf.sessions.model_identity import model_identity
 
-FORMAT = "deltanet-hf session 6"
+FORMAT = "deltanet-hf session 5"
 RESTART = "remove the file and start a new session"
 COMPARED = {"config": "configurations", "weights": "weights"}
 INPUTS = ("input_ids", "attention_mask")

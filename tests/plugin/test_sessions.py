@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.cache_bits import add_key_order, set_cache_bits
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_hf.sessions.model_identity import model_identity
 from support.refusals import assert_refused
@@ -342,6 +342,16 @@ def test_another_model_is_refused(saved: Path, model: PreTrainedModel) -> None:
     other = model_identity(tiny_student("llama").bfloat16())
     assert other["dtype"] == "bfloat16"
     assert other["weights"] != model_identity(tiny_student("llama"))["weights"]
+
+
+def test_models_with_other_key_orders_are_others() -> None:
+    model = tiny_student("llama", mixer="window", window=9)
+    plain = model_identity(model)
+    add_key_order(model)
+    own = model_identity(model)
+    order = model.model.layers[1].self_attn.key_order
+    order[0, :, 6:8] = order[0, :, 6:8].flip(1)
+    assert len({identity["weights"] for identity in (plain, own, model_identity(model))}) == 3
 
 
 def test_the_identity_survives_saving_and_loading(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ def _half_step(word):
 
 
 @triton.jit
+def _in_order(order, n, D: tl.constexpr):
+    """Numbers n of a row of a key order, below D whatever a file says."""
+    return tl.load(order + n).to(tl.int32) & (D - 1)
+
+
+@triton.jit
 def _bits_of(place, C: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr):
     """The bits of the numbers in these places of a row of C; keys may be ORDERED, as `layout.key_bits`."""
     bits = place * 0 + BITS
@@ -301,7 +307,7 @@ def packed_span_kernel(
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     else:
         if key_order is not None:
-            channel = tl.load(key_order + pair % HK * (2 * D) + channel).to(tl.int32)
+            channel = _in_order(key_order + pair % HK * (2 * D), channel, D)
         q_MD = tl.load(q + at_q * D + channel[None, :], mask=m_q, other=0.0)
         if pages is None:
             first = pair * groups
@@ -360,7 +366,7 @@ def _pack(x, codes, scales, order, kept, R: tl.constexpr, C: tl.constexpr, BITS:
     c = tl.arange(0, C)
     place = c
     if order is not None:
-        place = tl.load(order + C + c).to(tl.int32)
+        place = _in_order(order + C, c, C)
     bits = _bits_of(place, C, BITS, order is not None)[None, None, :]
     x = tl.reshape(x, [B, GROUP, C])
     n, word, scale, low = _quantise(x, tl.min(x, axis=1)[:, None, :], tl.max(x, axis=1)[:, None, :], bits)
@@ -369,8 +375,7 @@ def _pack(x, codes, scales, order, kept, R: tl.constexpr, C: tl.constexpr, BITS:
         tl.store(at, tl.reshape(word, [B, C]).to(tl.int16))
         in_places = tl.reshape(n, [R, C])
         if order is not None:
-            channel = tl.load(order + c).to(tl.int32)
-            in_places = tl.gather(in_places, tl.broadcast_to(channel[None, :], [R, C]), 1)
+            in_places = tl.gather(in_places, tl.broadcast_to(_in_order(order, c, C)[None, :], [R, C]), 1)
         shift = _shifts(C, BITS, order is not None)[:, :, None] + tl.arange(0, 2)[None, None, :] * 16
         words = tl.reshape(in_places, [R, C // (2 * N), N, 2]) << shift[None, :, :, :]
         words = tl.sum(tl.sum(words, axis=3), axis=2).to(tl.int32)
@@ -431,7 +436,7 @@ def unpack_group(key_codes, key_scales, value_codes, value_scales, order, group,
     value_scales += group * D
     place = d
     if order is not None:
-        place = tl.load(order + D + d).to(tl.int32)
+        place = _in_order(order + D, d, D)
     words = tl.load(kc + r * (D // PER_WORD) + place // PER_WORD)
     k = _unpacked(words, tl.load(key_scales + place), place, D, BITS, order is not None)
     words = tl.load(vc + d * BITS + r // PER_WORD)
