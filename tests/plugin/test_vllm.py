@@ -230,7 +230,7 @@ def test_every_family_with_packed_keys_and_values(model_type: str) -> None:
 @pytest.mark.parametrize("changes", [{}, NEAR, WINDOW], ids=str)
 def test_packed_tokens_of_all_and_of_no_softmax_layers(changes: dict[str, Any], bits: int) -> None:
     for table in (tiny_table(layers=(), **changes), tiny_table(**changes)):
-        assert_equal(served_model("llama", packed(table, bits, bits == 4)), prompts(*LENGTHS, 64, 32, 33), STEP)
+        assert_equal(served_model("llama", packed(table, bits)), prompts(*LENGTHS, 64, 32, 33), STEP)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
