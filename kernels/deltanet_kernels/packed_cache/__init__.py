@@ -9,6 +9,7 @@ token, and its first four tokens are in 8 bits. A group is packed when the first
     layout.py      the tensors of a cache, and quantising and restoring numbers in PyTorch
     reference.py   the operators by PyTorch: CPU tensors, and CUDA calls that the kernels do not support
     arranged.py    several tokens after others by PyTorch, with padding too
+    numbers.py     rounding, packing and restoring numbers in Triton
     kernels.py     the kernels: attention over a span of groups, putting a token, and packing
     prompt.py      those of a prompt or a part of one: the cache of all its tokens, and attention that sees the restored
                    numbers

@@ -69,7 +69,7 @@ class PackedKeyValues(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What changes with the tokens: all but the key order."""
+        """The tensors that change with the tokens: all but the key order."""
         return self[:8]
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> PackedKeyValues:

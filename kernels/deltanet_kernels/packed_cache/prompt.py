@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.packed_cache.kernels import (
+from deltanet_kernels.packed_cache.numbers import (
     BLOCK,
     GROUP,
     SINKS,
