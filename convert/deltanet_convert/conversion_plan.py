@@ -121,7 +121,7 @@ def make_plan(
     """
     size = int(teacher.model.model.layers[0].self_attn.head_dim)
     if table.key_order and size % 8:
-        raise UserError(f"--key-order: got heads of {size} channels, needs a multiple of 8; leave it out")
+        raise UserError(f"--cache-bits 4: got heads of {size} channels, needs a multiple of 8; use 8 or 16")
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
     base = with_norms(teacher.config, kept) if inserted else teacher.config

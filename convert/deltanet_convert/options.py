@@ -135,18 +135,11 @@ class ConvertOptions(Options):
     cache_bits: Annotated[
         Literal[16, 8, 4],
         Option(
-            help="Bits of the keys and values that the model keeps in its cache: 16, 8 or 4.",
+            help="Bits of the keys and values that the model keeps in its cache: 16, 8 or 4. Of 4, the key channels "
+            "that weigh most get 5 and those that weigh least 3, as measured on the calibration text.",
             show_default="4; 16 where nothing is quantised",
         ),
     ] = 16
-    key_order: Annotated[
-        bool,
-        Option(
-            "--key-order",
-            help="In 4 bits: measure which channels of each head's keys weigh most, and give a quarter of them 5 bits "
-            "and a quarter 3.",
-        ),
-    ] = False
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default="the teacher's"),
@@ -197,10 +190,6 @@ class ConvertOptions(Options):
             raise UserError(
                 "--no-training: --profile qwen3_5 fixes the settings, with or without training; leave out one of the "
                 "two"
-            )
-        if self.key_order and (self.cache_bits != 4 or self.profile == "qwen3_5"):
-            raise UserError(
-                "--key-order: orders keys of 4 bits, and exports have none; leave it out, or --cache-bits and --profile"
             )
         kind = self._recommended()[0]
         if not self.fit_memory and not kind.fits_memory():
@@ -272,7 +261,7 @@ class ConvertOptions(Options):
         return table.with_windows(kept.planned_windows)
 
     def _with_bits(self, table: LayerTable) -> LayerTable:
-        return replace(table, cache_bits=self.cache_bits, key_order=self.key_order)
+        return replace(table, cache_bits=self.cache_bits, key_order=self.cache_bits == 4 and self.profile != "qwen3_5")
 
     @property
     def automatic(self) -> bool:

@@ -74,7 +74,7 @@ def test_weights_are_of_the_queries_and_of_the_ranges_of_keys(family: str, monke
 def test_converted_models_have_an_order_for_each_head(tmp_path: Path, family: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
     report = tiny_conversion(
-        teacher, tmp_path / "out", mixer="window", changes=("window=40",), cache_bits=4, key_order=True,
+        teacher, tmp_path / "out", mixer="window", changes=("window=40",), cache_bits=4,
         layers=selection(tmp_path, family),
     )  # fmt: skip
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -108,11 +108,10 @@ def test_heads_of_a_layer_keep_their_orders() -> None:
 
 @pytest.mark.parametrize("options", [{"cache_bits": 8}, {"profile": "qwen3_5", "cache_bits": 4}], ids=str)
 def test_keys_of_other_bits_and_of_exports_have_no_order(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="--key-order: orders keys of 4 bits"):
-        ConvertOptions(key_order=True, **options)
+    assert not ConvertOptions(**options).table(1, ()).key_order
 
 
 def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", head_dim=12)
-    with pytest.raises(UserError, match="--key-order: got heads of 12 channels, needs a multiple of 8"):
-        tiny_conversion(teacher, tmp_path / "out", mixer="window", cache_bits=4, key_order=True)
+    with pytest.raises(UserError, match="--cache-bits 4: got heads of 12 channels, needs a multiple of 8; use 8 or 16"):
+        tiny_conversion(teacher, tmp_path / "out", mixer="window", cache_bits=4)

@@ -112,4 +112,4 @@ def _table(layout: Layout, config: Any) -> LayerTable:
         table = LayerTable.by_heads(*recommended(layout.mixer, teacher=config), layers, heads, kept)
     if layout.windows:
         table = table.with_windows([layout.windows[len(layout.windows) * i // layers] for i in range(layers)])
-    return replace(table, cache_bits=layout.cache_bits)
+    return replace(table, cache_bits=layout.cache_bits, key_order=layout.cache_bits == 4)

@@ -64,7 +64,6 @@ def conversion(report: dict[str, Any]) -> list[str]:
     text = report["text"]["source"]
     words += flags(
         cache_bits=options.get("cache_bits", 16),
-        key_order=options.get("key_order", False),
         text=_shown(text) if text != SHIPPED_TEXT else None,
         no_training=not options["training"],
         no_fit_memory=not options["fit_memory"],
