@@ -1,7 +1,8 @@
-"""Changes to a converted model that a report measures beside it; neither needs training.
+"""Changes to a converted model that a report measures beside it; none needs training.
 
-One shows how much of a hybrid's quality comes through its linear layers, the other what a conversion without a fitted
-start begins with. The window + sinks baseline is a kind of layer (`deltanet_hf/mixers/window.py`).
+One shows how much of a hybrid's quality comes through its linear layers, the others what a model was before its
+training and what a conversion without a fitted start begins with. The window + sinks baseline is a kind of layer
+(`deltanet_hf/mixers/window.py`).
 """
 
 from __future__ import annotations
@@ -43,13 +44,22 @@ def switch_off_linear(model: PreTrainedModel) -> PreTrainedModel:
 def from_scratch_start(student: PreTrainedModel, teacher: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """Turn `student` into an unfitted start of its own architecture, in place.
 
-    Every weight that the teacher has is the teacher's again (key and value heads repeated where the student has one
-    per query head). Everything else has the start of a mixer trained from scratch, with no fit to the teacher's
+    It is `untrained`, and everything else has the start of a mixer trained from scratch, with no fit to the teacher's
     attention. A converter without calibration writes the same.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in linear_layers(student):
         layer.start_from_scratch(float(getattr(student.config, "initializer_range", 0.02)), generator)
+    return untrained(student, teacher)
+
+
+@torch.no_grad()
+def untrained(student: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+    """Give `student` every weight that the teacher has, in place.
+
+    Key and value heads are repeated where the student has one per query head. A student of softmax heads and windows is
+    as before its training; the order of its keys and the bits of its cache stay.
+    """
     source = _teacher_weights(student, teacher)
     for name, target in student.state_dict().items():
         if name in source:

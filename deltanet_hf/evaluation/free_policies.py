@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.models.cache_bits import stored_bytes
+from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 
 SINKS = 4
@@ -90,6 +90,7 @@ def window_of_bytes(
     kept: Collection[int],
     budget: int,
     tokens: int,
+    bits: int = 16,
     heads: Sequence[tuple[int, int]] = (),
 ) -> WindowPolicy | None:
     """The policy with the smallest window whose cache takes at least `budget` bytes.
@@ -101,6 +102,7 @@ def window_of_bytes(
     Args:
         kept: layers that stay as they are.
         budget: bytes of a sequence of `tokens` tokens.
+        bits: of keys and values.
         heads: (layer, key/value head) of single heads that stay as they are.
 
     Returns the teacher itself if no window of at most `tokens` tokens needs as much, and None if a window of one token
@@ -110,7 +112,7 @@ def window_of_bytes(
 
     @functools.cache
     def size(window: int) -> int:
-        return sequence_bytes(replace(policy, window=window).apply(teacher), tokens)
+        return sequence_bytes(set_cache_bits(replace(policy, window=window).apply(teacher), bits), tokens)
 
     low, high = 1, tokens
     if size(low) > budget:

@@ -84,10 +84,10 @@ def report(
     baselines: Annotated[
         str,
         typer.Option(
-            help="Comma-separated list of window (softmax restricted to a window), equal-bytes (untrained windows with "
-            "the bytes of each student), linear-off (linear layers give zero), scratch (converted layers without "
-            "fitted start values) and lesions (softmax layers, windows of layers with states, or those states "
-            "taken away); or none.",
+            help="Comma-separated list of window (softmax restricted to a window), equal-bytes (what costs no "
+            "training, in the bytes and bits of each student), linear-off (linear layers give zero), scratch "
+            "(converted layers without fitted start values) and lesions (softmax layers, windows of layers with "
+            "states, or those states taken away); or none.",
             show_default="all but lesions",
         ),
     ] = "window,equal-bytes,linear-off,scratch",

@@ -198,6 +198,18 @@ def test_untrained_baselines_follow_from_each_students_layers(tmp_path: Path) ->
     assert names == ["teacher", "a", f"a, {off}", f"a, {start}", "b", f"b, {off}", f"b, {start}", "c"]
 
 
+def test_what_costs_no_training_has_the_bits_of_each_student(tmp_path: Path) -> None:
+    tables = {
+        "a": replace(LayerTable.preset(4, mixer="window", softmax=(3,)), cache_bits=4),
+        "b": replace(LayerTable.preset(4, softmax=(3,)), cache_bits=4),
+        "c": LayerTable.preset(4, mixer="fox", softmax=(3,)),
+    }
+    students = [_config_folder(tmp_path / name, table) for name, table in tables.items()]
+    names = [row.name for row in line_up("teacher", students, ("equal-bytes",))]
+    b = ["untrained windows, bytes of b", "kept layers of b, untrained windows"]
+    assert names == ["teacher", "a", "teacher, cache in 4 bits", "a, untrained", "b", *b, "c"]
+
+
 def test_lesions_follow_from_each_students_layers(tmp_path: Path) -> None:
     tables = {
         "a": LayerTable.preset(4, "gated_deltanet+window", softmax=(1,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError, one_line
-from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
+from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear, untrained
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from deltanet_hf.evaluation.lesions import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
@@ -24,6 +25,7 @@ from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
 from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.restrict import restrict_to_window
 
@@ -56,10 +58,12 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
 
     Args:
         students: folders or Hub ids, or NAME=FOLDER.
-        baselines: names in `BASELINES`. `equal-bytes` adds the teacher with windows of equal bytes, and for students
-            that kept softmax layers the same with those layers as they are; `linear-off` applies to such students too;
-            `scratch` is added once per configuration of the converted layers; `lesions` takes softmax layers, windows
-            beside states and those states away from a student, one kind per row.
+        baselines: names in `BASELINES`. `equal-bytes` is what costs no training, with caches of a student's bits: the
+            teacher; a student without states before its training; for a student with states the teacher with windows
+            of equal bytes, and the same with the softmax layers that the student kept. `linear-off` applies to students
+            with states that kept such layers; `scratch` is added once per configuration of layers with states;
+            `lesions` takes softmax layers, windows beside states and those states away from a student, one kind per
+            row.
 
     Raises UserError if two rows have the same name.
     """
@@ -74,7 +78,14 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         if name in {row.name for row in rows}:
             raise UserError(f"{text}: two rows would be called {name!r}; name them with NAME=FOLDER")
         rows.append(Contestant(name, "student", folder, training_tokens(Path(folder))))
-        wiring, hybrid = _wiring(folder)
+        table = _table(folder)
+        wiring, hybrid = _wiring(table)
+        if "equal-bytes" in baselines and table is not None:
+            quantised = f"teacher, cache in {table.cache_bits} bits"
+            if table.cache_bits < 16 and quantised not in {row.name for row in rows}:
+                rows.append(Contestant(quantised, "baseline", folder, change=_teacher_in_bits))
+            if not any(kind.has_new_weights for kind in table.converted.values()):
+                rows.append(Contestant(f"{name}, untrained", "baseline", folder, change=untrained))
         if "equal-bytes" in baselines and wiring is not None:
             rows.append(Contestant(f"untrained windows, bytes of {name}", "baseline", folder, change=_windows))
         if "equal-bytes" in baselines and hybrid:
@@ -95,6 +106,10 @@ def _window(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel
     return restrict_to_window(model)
 
 
+def _teacher_in_bits(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+    return set_cache_bits(copy.deepcopy(teacher), cache_bits_of(model))
+
+
 def _windows(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
     return _of_equal_bytes(model, teacher, ())
 
@@ -104,9 +119,10 @@ def _kept_layers(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrained
 
 
 def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tuple[int, ...]) -> PreTrainedModel:
-    """The teacher with untrained windows of the bytes of the student; with a window of 1 if all have more."""
-    policy = window_of_bytes(teacher, kept, sequence_bytes(model, BYTES_AT), BYTES_AT)
-    return (policy or WindowPolicy(kept, 1)).apply(teacher)
+    """The teacher with untrained windows of the bytes and bits of the student; of one token if all have more."""
+    bits = cache_bits_of(model)
+    policy = window_of_bytes(teacher, kept, sequence_bytes(model, BYTES_AT), BYTES_AT, bits)
+    return set_cache_bits((policy or WindowPolicy(kept, 1)).apply(teacher), bits)
 
 
 def _lesions(wiring: Any, hybrid: bool) -> list[tuple[str, Change]]:
@@ -135,24 +151,23 @@ def named(text: str) -> tuple[str, str]:
     return (parts[-1] if parts else text), text
 
 
-def _wiring(folder: str) -> tuple[object, bool]:
-    """(configuration of the converted layers, whether softmax layers remain) of a local folder.
-
-    It is (None, False) for a folder without config.json and for a model without a layer that has a recurrent state.
-    """
+def _table(folder: str) -> LayerTable | None:
+    """The layers of the model in a local folder; None for a folder without config.json and a model as it was."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        return None, False
-    config = json.loads(path.read_text())
-    wiring = config.get("deltanet")
-    if wiring is None:
-        return None, False
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if config.get("deltanet") is None:
+        return None
     try:
-        table = LayerTable.from_dict(wiring, config["num_hidden_layers"])
+        return LayerTable.from_dict(config["deltanet"], config["num_hidden_layers"])
     except ValueError as error:
         raise UserError(f"{path}: {one_line(error)}") from error
-    recurrent = any(issubclass(kind.mixer, Mixer) for kind in table.converted.values())
-    return (wiring, bool(table.softmax)) if recurrent else (None, False)
+
+
+def _wiring(table: LayerTable | None) -> tuple[Any, bool]:
+    """(configuration of the layers, whether softmax layers remain); (None, False) without a recurrent state."""
+    if table is None or not any(issubclass(kind.mixer, Mixer) for kind in table.converted.values()):
+        return None, False
+    return table.to_dict(), bool(table.softmax)
 
 
 def training_tokens(folder: Path) -> int:
