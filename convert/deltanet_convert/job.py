@@ -60,6 +60,11 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     opened = open_teacher(source)
     kept = chosen_layers(opened, out, options, show)
     table = options.table_of(kept, opened.config)
+    if not table.converted and not table.key_order:
+        raise UserError(
+            f"--layers {options.layers}: keeps all {len(table)} layers; leave at least one to convert, or take "
+            "--cache-bits 4, whose keys are measured"
+        )
     # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
     insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
     dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)

@@ -64,8 +64,8 @@ def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
 
 def _every(spec: str, num_layers: int) -> tuple[int, ...]:
     value = spec.removeprefix("every:")
-    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 2:
-        raise UserError(f"--layers {spec}: N has to be a whole number of at least 2 (every:1 would convert nothing)")
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 1:
+        raise UserError(f"--layers {spec}: N has to be a whole number of at least 1")
     step = int(value)
     if step > num_layers:
         raise UserError(f"--layers {spec}: keeps none of the {num_layers} layers; say all, or a smaller N")
@@ -111,8 +111,6 @@ def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int
             raise UserError(f"{where}: layer {index} does not exist; the teacher has layers 0 to {num_layers - 1}")
         if indices.count(index) > 1:
             raise UserError(f"{where}: layer {index} is listed twice; list each kept layer once")
-    if len(indices) == num_layers:
-        raise UserError(f"{where}: keeps all {num_layers} layers; leave at least one to convert")
     return tuple(sorted(indices))
 
 

@@ -37,7 +37,8 @@ def write_other_files(job: Job, folder: Path, report: dict[str, Any]) -> None:
             for file in sorted(teacher.folder.glob(pattern)):
                 if file.is_file() and not (folder / file.name).exists():
                     shutil.copyfile(file, folder / file.name)
-        layer_error_plot(report["layers"], folder / PLOT)
+        if report["layers"]:
+            layer_error_plot(report["layers"], folder / PLOT)
         if job.selection is not None and job.selection.scores:  # evenly spread layers have none
             (folder / SELECTION_PLOT).write_bytes(selection_plot(job.selection))
     if _sample_tokens(load_tokenizer(folder)) != _sample_tokens(tokenizer):

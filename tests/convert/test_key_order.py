@@ -93,6 +93,22 @@ def test_converted_models_have_an_order_for_each_head(tmp_path: Path, family: st
     assert not torch.equal(logits, set_cache_bits(model, 8)(IDS).logits)
 
 
+@torch.no_grad()
+def test_whole_layers_can_have_an_order_alone(tmp_path: Path) -> None:
+    """With weights as they were; other bits would change nothing."""
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    tiny_conversion(teacher, tmp_path / "out", mixer="window", cache_bits=4, layers="every:1")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    even = set_cache_bits(AutoModelForCausalLM.from_pretrained(teacher), 4)
+    assert model.state_dict().keys() - even.state_dict().keys() == {
+        f"model.layers.{layer}.self_attn.key_order" for layer in range(4)
+    }
+    assert not torch.equal(model(IDS).logits, even(IDS).logits)
+    assert torch.equal(set_cache_bits(model, 16)(IDS).logits, set_cache_bits(even, 16)(IDS).logits)
+    with pytest.raises(UserError, match=r"--layers every:1: keeps all 4 layers; leave at least one .* --cache-bits 4"):
+        tiny_conversion(teacher, tmp_path / "other", mixer="window", layers="every:1")
+
+
 def test_heads_of_a_layer_keep_their_orders() -> None:
     """Cut up by heads, and repeated where a window has more key/value heads than the teacher."""
     order = order_by(torch.rand(2, 16, generator=torch.Generator().manual_seed(0)))

@@ -157,9 +157,7 @@ def test_the_teacher_itself_is_an_answer(far: Path, tmp_path: Path) -> None:
     whole = sizes_of(far).total(Candidates.of(opened(far).config, "kv_head").units, [SHORTEST] * 4)
     enough, less = f"{-(-whole // 1000)}KB@512", f"{whole // 1000 - 1}KB@512"
     for mixer in ("window", "gated_deltanet+window"):
-        with pytest.raises(
-            UserError, match=r"in 4 bits, .* leave the model as it is: .* generate TEACHER --prompt TEXT --cache-bits 4"
-        ):
+        with pytest.raises(UserError, match=r"in 4 bits, .* keep every layer: .* convert TEACHER OUT --layers every:1"):
             tiny_task(far, enough, mixer=mixer)
     tiny_task(far, less)
     tiny_task(far, enough, cache_bits=16)

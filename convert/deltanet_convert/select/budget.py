@@ -96,10 +96,14 @@ class Budget:
                 "window"
             )
         if whole <= allowed:
-            how = f": deltanet-hf generate TEACHER --prompt TEXT --cache-bits {sizes.bits}" if sizes.bits < 16 else ""
+            answers = {
+                16: "leave the model as it is",
+                8: "leave the model as it is: deltanet-hf generate TEACHER --prompt TEXT --cache-bits 8",
+                4: "keep every layer: deltanet-hf convert TEACHER OUT --layers every:1",
+            }
             raise UserError(
                 f"{self.said}: holds the teacher's own cache in {sizes.bits} bits, {size(whole)}, and nothing is "
-                f"better for the bytes; leave the model as it is{how}"
+                f"better for the bytes; {answers[sizes.bits]}"
             )
         least, what = (none, f"a window of {shortest} tokens in all heads") if shortest else (one, "one whole unit")
         if allowed < least:

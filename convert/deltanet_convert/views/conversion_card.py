@@ -25,8 +25,6 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     changed = [layer for layer in plan["layers"] if layer["index"] in converted]
     title = _title(changed)
     layers = f"{len(converted)} of {total} attention layers of `{source['name']}` ({source['model_type']})"
-    relative = [layer["relative_mse"] for layer in report["layers"]]
-    cosine = [layer["cosine"] for layer in report["layers"]]
     header = card_header(
         f"{source['name']} with {title}",
         _tags(options["mixer"], changed),
@@ -72,12 +70,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 | perplexity | {check["teacher_perplexity"]:.2f} | {check["perplexity"]:.2f} |
 | KL to the teacher, nats per token | 0 | {check["kl"]:.3f} |
 
-Output of the converted layers against the teacher's attention, on the teacher's inputs: relative MSE
-{_mean(relative):.3f} and cosine {_mean(cosine):.3f}, mean over layers.
-
-![per-layer error]({plot})
-
-Cache of one sequence{_bits_note(plan["cache_bits"])}:
+{_errors_of_layers(report["layers"], plot)}Cache of one sequence{_bits_note(plan["cache_bits"])}:
 
 | tokens | teacher | converted |
 |---|---|---|
@@ -105,13 +98,30 @@ def _keeps_tokens(converted: list[dict[str, Any]]) -> bool:
     return all(layer["kept_kv_bytes_per_token"] >= layer["kv_bytes_per_token"] for layer in converted)
 
 
+def _errors_of_layers(layers: list[dict[str, Any]], plot: str) -> str:
+    if not layers:
+        return ""
+    relative, cosine = (_mean([layer[name] for layer in layers]) for name in ("relative_mse", "cosine"))
+    return f"""\
+Output of the converted layers against the teacher's attention, on the teacher's inputs: relative MSE
+{relative:.3f} and cosine {cosine:.3f}, mean over layers.
+
+![per-layer error]({plot})
+
+"""
+
+
 def _tags(mixer: str, converted: list[dict[str, Any]]) -> list[str]:
+    if not converted:
+        return []
     if not _has_new_weights(converted):
         return ["sliding-window-attention"]
     return [mixer.replace("_", "-")] + ["linear-attention"] * (not _keeps_tokens(converted))
 
 
 def _title(converted: list[dict[str, Any]]) -> str:
+    if not converted:
+        return "keys of 5, 4 and 3 bits"
     if not _has_new_weights(converted):
         return "windows"
     return f"{' and '.join(dict.fromkeys(layer['title'] for layer in converted))} layers"
@@ -122,6 +132,8 @@ def _what_changed(layers: str, options: dict[str, Any], converted: list[dict[str
     if _has_new_weights(converted):
         stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
         return f"{layers} are replaced by\n{_title(converted)}{_settings(options)}; {stays}"
+    if not converted:
+        return f"{layers} are replaced;\nkey channels have 5, 4 or 3 bits by what they weigh"
     kinds = [options["deltanet"]["kinds"][layer["kind"]] for layer in converted]
     whole = sum(kind.get("heads", ()).count("softmax") for kind in kinds)
     but = f", but for {whole} key/value heads, which see all" if whole else ""
@@ -146,9 +158,9 @@ def _setting(key: str, value: Any) -> str:
 def _state_of_training(report: dict[str, Any], converted: list[dict[str, Any]]) -> str:
     """Where the weights of the converted layers come from, and whether to train the model before use."""
     if not _has_new_weights(converted):
-        return """\
-All weights are the teacher's; nothing was fitted or trained. The converted layers see only a part of the context, so
+        narrowed = """ The converted layers see only a part of the context, so
 the model can be used as it is where that part is enough. Training adapts it further (`deltanet-hf distill`)."""
+        return f"All weights are the teacher's; nothing was fitted or trained.{narrowed if converted else ''}"
     if _keeps_tokens(converted):
         return """\
 All weights of the teacher's attention are in the new layers. What they add to it starts at or close to zero: the model

@@ -13,22 +13,8 @@ MEANINGS = {
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Prints the checks of every converted layer and of the model; `report`: the contents of `conversion.json`."""
-    title = "Converted layers against the teacher's attention, held-out text"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    layers = report["layers"]
-    columns = ["layer", "cosine", "relative MSE"]
-    if any("softmax_error" in layer for layer in layers):  # only layers that have the teacher's projections
-        columns.append("copied weights, error")
-    table.caption = "\n".join(MEANINGS[column] for column in columns if column in MEANINGS)
-    for column in columns:
-        table.add_column(column, justify="right")
-    for layer in layers:
-        row = [str(layer["index"]), f"{layer['cosine']:.4f}", f"{layer['relative_mse']:.4f}"]
-        table.add_row(*row, *([f"{layer['softmax_error']:.1e}"] if "softmax_error" in layer else []))
-    means = [sum(layer[key] for layer in layers) / len(layers) for key in ("cosine", "relative_mse")]
-    table.add_section()
-    table.add_row("mean", f"{means[0]:.4f}", f"{means[1]:.4f}")
-    console.print(table)
+    if report["layers"]:
+        console.print(_layers_table(report["layers"]))
     if report["inserted_norms"]:
         console.print(_norms_table(report["inserted_norms"]))
     check = report["held_out"]
@@ -42,6 +28,24 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             "Every layer is a state alone, without softmax attention or a window: train it before use (deltanet-hf "
             "distill); without --pure and --profile qwen3_5, the model begins near its teacher."
         )
+
+
+def _layers_table(layers: list[dict[str, Any]]) -> Table:
+    title = "Converted layers against the teacher's attention, held-out text"
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    columns = ["layer", "cosine", "relative MSE"]
+    if any("softmax_error" in layer for layer in layers):  # only layers that have the teacher's projections
+        columns.append("copied weights, error")
+    table.caption = "\n".join(MEANINGS[column] for column in columns if column in MEANINGS)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for layer in layers:
+        row = [str(layer["index"]), f"{layer['cosine']:.4f}", f"{layer['relative_mse']:.4f}"]
+        table.add_row(*row, *([f"{layer['softmax_error']:.1e}"] if "softmax_error" in layer else []))
+    means = [sum(layer[key] for layer in layers) / len(layers) for key in ("cosine", "relative_mse")]
+    table.add_section()
+    table.add_row("mean", f"{means[0]:.4f}", f"{means[1]:.4f}")
+    return table
 
 
 def _norms_table(layers: list[dict[str, Any]]) -> Table:
