@@ -65,9 +65,9 @@ class ConvertOptions(Options):
             "for a ninth of the teacher's bytes, which is shipped for SmolLM2-135M and measured for others on a GPU; "
             "without one, or where no windows can be planned (other mixers, 16 bits, layers that slide), a quarter of "
             "the layers, or half of those that do not slide. `all`: convert every layer. `every:N`: layers N-1, 2N-1, "
-            "... keep softmax attention. `keep:3,7,11`: these layers keep it. `auto:5%@16k` or `auto:40MB@32k`: as "
-            "much of the cache at this length, spent on heads and windows as `deltanet-hf select` does; `auto:25%` or "
-            "`auto:7`: as many layers, measured; all slow without a GPU. "
+            "... keep softmax attention; `every:1` only measures keys, for 4 bits. `keep:3,7,11`: these layers keep "
+            "it. `auto:5%@16k` or `auto:40MB@32k`: as much of the cache at this length, spent on heads and windows as "
+            "`deltanet-hf select` does; `auto:25%` or `auto:7`: as many layers, measured; all slow without a GPU. "
             "FILE: the layers, or key/value heads, that keep it, such as the file that `deltanet-hf select` writes.",
             show_default="auto",
         ),
