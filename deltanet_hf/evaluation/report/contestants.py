@@ -86,12 +86,12 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
                 rows.append(Contestant(quantised, "baseline", folder, change=_teacher_in_bits))
             if not any(kind.has_new_weights for kind in table.converted.values()):
                 rows.append(Contestant(f"{name}, untrained", "baseline", folder, change=untrained))
-        if "equal-bytes" in baselines and wiring is not None:
-            rows.append(Contestant(f"untrained windows, bytes of {name}", "baseline", folder, change=_windows))
-        if "equal-bytes" in baselines and hybrid:
-            rows.append(
-                Contestant(f"kept layers of {name}, untrained windows", "baseline", folder, change=_kept_layers)
-            )
+            if wiring is not None:
+                rows.append(Contestant(f"untrained windows, bytes of {name}", "baseline", folder, change=_windows))
+            if hybrid:
+                rows.append(
+                    Contestant(f"kept layers of {name}, untrained windows", "baseline", folder, change=_kept_layers)
+                )
         if "linear-off" in baselines and hybrid:
             rows.append(Contestant(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
         for what, lesion in _lesions(wiring, hybrid) if "lesions" in baselines else ():
