@@ -104,6 +104,9 @@ class DistilBase(StageBase):
         description="Rank of the adapters (PEFT) of train: lora. They are on the MLPs and on the projections of the "
         "layers that stay softmax, or of all layers of an imported model, and are merged on save.",
     )
+    lora_on: Literal["all", "attention"] = Field(
+        "all", description="all: as above. attention: no adapters on the MLPs, which stay as they are."
+    )
     kept_qk: Literal["train", "frozen", "restore"] = Field(
         "train",
         description="Query and key projections of the layers that keep softmax attention, with their learned norms. "

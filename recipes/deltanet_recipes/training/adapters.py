@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -59,7 +59,7 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
-    elif stage.train == "lora" and (targets := [name for name in lora_targets(student) if name not in held]):
+    elif stage.train == "lora" and (targets := [n for n in lora_targets(student, stage.lora_on) if n not in held]):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=stage.lora_rank, lora_alpha=stage.lora_rank, lora_dropout=0.0, target_modules=targets)
@@ -75,7 +75,7 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
         part.requires_grad_(False)
 
 
-def lora_targets(student: nn.Module) -> list[str]:
+def lora_targets(student: nn.Module, on: Literal["all", "attention"] = "all") -> list[str]:
     """Names of the linear layers that get adapters.
 
     These are the linear layers of MLPs and of attention with the teacher's weights (softmax and windows, also where
@@ -84,7 +84,7 @@ def lora_targets(student: nn.Module) -> list[str]:
     """
     imported, names = is_imported(student), []
     for index, layer in enumerate(decoder_layers(student)):
-        for part in ("mlp", mixer_name(layer)):
+        for part in ("mlp", mixer_name(layer)) if on == "all" else (mixer_name(layer),):
             room = getattr(layer, part, None)
             if room is None:  # experts under another name
                 continue
