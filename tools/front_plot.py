@@ -22,7 +22,7 @@ from deltanet_hf.exit_codes import run_command
 
 RESULTS = Path(__file__).parents[1] / "recipes/results/smollm2-135m-front.json"
 LEAST_TOKENS = 9e6  # of training; rules are compared after less
-EARLIER = ("-16-bit-tokens", "-even")  # in the names of rows of earlier caches
+EARLIER = ("-16-bit-tokens", "-even", "-mlp")  # in the names of rows of earlier caches and adapters
 LABELS = {
     "teacher@4": "teacher, 4 bits",
     "control-by-layer-9.0MB@4": "9.0 MB",

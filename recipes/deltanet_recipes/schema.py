@@ -101,11 +101,12 @@ class DistilBase(StageBase):
     lora_rank: int = Field(
         64,
         gt=0,
-        description="Rank of the adapters (PEFT) of train: lora. They are on the MLPs and on the projections of the "
-        "layers that stay softmax, or of all layers of an imported model, and are merged on save.",
+        description="Rank of the adapters (PEFT) of train: lora, which are merged on save.",
     )
     lora_on: Literal["all", "attention"] = Field(
-        "all", description="all: as above. attention: no adapters on the MLPs, which stay as they are."
+        "all",
+        description="Where the adapters are. attention: on the projections of the layers that stay softmax or have "
+        "windows alone, or of all layers of an imported model. all: on the MLPs, too.",
     )
     kept_qk: Literal["train", "frozen", "restore"] = Field(
         "train",

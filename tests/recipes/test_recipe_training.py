@@ -209,6 +209,7 @@ def test_adapters_go_to_mlps_and_kept_attention(tmp_path: Path) -> None:
     assert {name.split(".", 3)[3] for name in targets if ".1." in name} >= {"self_attn.q_proj", "mlp.up_proj"}
     assert not any("self_attn" in name for name in targets if ".0." in name or ".2." in name)
     assert list(mixers(student)) == [0, 2]
+    assert lora_targets(student, "attention") == [name for name in targets if ".mlp." not in name]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])

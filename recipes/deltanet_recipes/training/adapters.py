@@ -78,9 +78,9 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
 def lora_targets(student: nn.Module, on: Literal["all", "attention"] = "all") -> list[str]:
     """Names of the linear layers that get adapters.
 
-    These are the linear layers of MLPs and of attention with the teacher's weights (softmax and windows, also where
-    they are heads of a layer); experts and routers are no linear layers. In an imported model they include those of
-    mixers, except for the ones in the mixer's `without_lora`.
+    These are the linear layers of attention with the teacher's weights (softmax and windows, also where they are heads
+    of a layer) and, `on` all, of MLPs; experts and routers are no linear layers. In an imported model they include
+    those of mixers, except for the ones in the mixer's `without_lora`.
     """
     imported, names = is_imported(student), []
     for index, layer in enumerate(decoder_layers(student)):
