@@ -103,7 +103,7 @@ class DistilBase(StageBase):
         gt=0,
         description="Rank of the adapters (PEFT) of train: lora, which are merged on save.",
     )
-    lora_on: Literal["all", "attention"] = Field(
+    lora_targets: Literal["all", "attention"] = Field(
         "all",
         description="Where the adapters are. attention: on the projections of the layers that stay softmax or have "
         "windows alone, or of all layers of an imported model. all: on the MLPs, too.",

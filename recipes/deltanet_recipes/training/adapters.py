@@ -59,7 +59,7 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
-    elif stage.train == "lora" and (targets := [n for n in lora_targets(student, stage.lora_on) if n not in held]):
+    elif stage.train == "lora" and (targets := [n for n in lora_targets(student, stage.lora_targets) if n not in held]):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=stage.lora_rank, lora_alpha=stage.lora_rank, lora_dropout=0.0, target_modules=targets)
