@@ -24,7 +24,7 @@ def test_alignment_trains_the_linear_heads_only() -> None:
 
 def test_adapters_go_to_softmax_heads_and_windows() -> None:
     student = tiny_mixture("llama", mixed_mixture_table())
-    targets = [name for name in lora_targets(student) if ".self_attn" in name]
+    targets = [name for name in lora_targets(student, "all") if ".self_attn" in name]
     projections = [f"{name}_proj" for name in "qkvo"]
     places = ["0.self_attn.softmax", "1.self_attn.window", "2.self_attn", "3.self_attn.softmax"]
     assert targets == [f"model.layers.{place}.{name}" for place in places for name in projections]

@@ -205,7 +205,7 @@ def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
 def test_adapters_go_to_mlps_and_kept_attention(tmp_path: Path) -> None:
     make_workplace(tmp_path, layers=(0, 2))
     student = load_student(str(tmp_path / "student"), torch.float32)
-    targets = lora_targets(student)
+    targets = lora_targets(student, "all")
     assert {name.split(".", 3)[3] for name in targets if ".1." in name} >= {"self_attn.q_proj", "mlp.up_proj"}
     assert not any("self_attn" in name for name in targets if ".0." in name or ".2." in name)
     assert list(mixers(student)) == [0, 2]

@@ -75,7 +75,7 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
         part.requires_grad_(False)
 
 
-def lora_targets(student: nn.Module, on: Literal["all", "attention"] = "all") -> list[str]:
+def lora_targets(student: nn.Module, on: Literal["all", "attention"]) -> list[str]:
     """Names of the linear layers that get adapters.
 
     These are the linear layers of attention with the teacher's weights (softmax and windows, also where they are heads
