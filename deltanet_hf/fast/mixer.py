@@ -4,8 +4,8 @@
 one matrix product, and each learned norm of q and k one kernel. Of a prompt, one kernel computes the gates (those of
 Gated DeltaNet), one the inputs of recurrence and window; after the recurrence, one computes norm and gate, or, with a
 window, three its attention, its cache and the mixture. Of a step of the gated delta rule, one kernel computes
-everything between the projections and the window, and one the window (in 8 or 4 bits four). A step of another rule is
-computed as a prompt of one token.
+everything between the projections and the window, and one the window; in 8 or 4 bits three attend in the window at the
+same time, and one mixes. A step of another rule is computed as a prompt of one token.
 
 All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
 other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
@@ -24,7 +24,8 @@ from transformers.cache_utils import Cache
 from deltanet_hf.fast.copied import copied
 from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.norms import FastNorm, form_of
-from deltanet_hf.fast.window import mixture, window_prefill, window_step
+from deltanet_hf.fast.side_by_side import side_by_side
+from deltanet_hf.fast.window import mixture, packed_window_step, window_prefill, window_step
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
@@ -147,36 +148,48 @@ class FastMixer:
         rule_gates, output_gate = layer.step_gates(x), layer.output_gate(x)
         cos, sin = self.layer.angles(position_embeddings)
         late: dict[str, Any] = {name: state[name] for name in LATE if name in state}
-        output = gated_delta_step_(
-            q,
-            k,
-            v,
-            rule_gates.a,
-            rule_gates.b,
-            state["state"],
-            rule_gates.A_log,
-            rule_gates.dt_bias,
-            self._conv_weight,
-            state.get("conv_tail"),
-            output_gate,
-            None if layer.norm is None else layer.norm.weight,
-            padding,
-            cos,
-            sin,
-            eps=1e-6 if layer.norm is None else layer.norm.eps,
-            qk_silu=self._qk_silu,
-            v_silu=self._v_silu,
-            k_offset=self._k_offset,
-            allow_neg_eigval=self.settings.allow_neg_eigval,
-            use_beta_sigmoid_in_kernel=rule_gates.sigmoid,
-            erase=layer.erase,
-            kv_repeats=layer.kv_repeats,
-            slots=cache.slots,
-            **late,
-        )
-        if layer.window_branch is not None:
-            q, k, v = map(layer.split_heads, (q, k, v))
-            output = window_step(layer.window_branch, x, q, k, v, output, cache, padding, cos, sin)
+
+        def recur() -> Tensor:
+            return gated_delta_step_(
+                q,
+                k,
+                v,
+                rule_gates.a,
+                rule_gates.b,
+                state["state"],
+                rule_gates.A_log,
+                rule_gates.dt_bias,
+                self._conv_weight,
+                state.get("conv_tail"),
+                output_gate,
+                None if layer.norm is None else layer.norm.weight,
+                padding,
+                cos,
+                sin,
+                eps=1e-6 if layer.norm is None else layer.norm.eps,
+                qk_silu=self._qk_silu,
+                v_silu=self._v_silu,
+                k_offset=self._k_offset,
+                allow_neg_eigval=self.settings.allow_neg_eigval,
+                use_beta_sigmoid_in_kernel=rule_gates.sigmoid,
+                erase=layer.erase,
+                kv_repeats=layer.kv_repeats,
+                slots=cache.slots,
+                **late,
+            )
+
+        branch = layer.window_branch
+        if branch is None:
+            output = recur()
+        else:
+            own_q, own_k, own_v = map(layer.split_heads, (q, k, v))
+            if branch.cache_bits == 16:
+                output = window_step(branch, x, own_q, own_k, own_v, recur(), cache, padding, cos, sin)
+            else:
+                far, near = side_by_side(
+                    recur, lambda: packed_window_step(branch, own_q, own_k, own_v, cache, cos, sin), x.device
+                )
+                output = mixture(branch, x, near.output, near.lse, far, near.numbers)
         if tail is not None and padding is not None:  # the kernels move the tail of all rows
             state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), state["conv_tail"]))
         cache.count(1)

@@ -1,9 +1,9 @@
 """Softmax attention over packed keys and values by few launches, for known families: decoding steps and prompts.
 
 It stands for a whole layer, for a window, and for mixed heads of both kinds: one product projects the input for all
-heads, and three kernels follow for each kind of heads. In a step, one rotates queries and keys and puts the token into
-the cache, and two attend; of a prompt without padding, one rotates, one packs and one attends.
-mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them.
+heads, and three kernels follow for each kind of heads, both kinds at the same time. In a step, one rotates queries and
+keys and puts the token into the cache, and two attend; of a prompt without padding, one rotates, one packs and one
+attends. mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
@@ -110,11 +111,17 @@ class FastPacked:
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
-        outputs = [_attended(*one, x, angles, prompt_length) for one in zip(self._branches, parts, strict=True)]
-        total: Tensor = self._branches[0].o_proj(outputs[0])
-        # Only the first branch has the bias of o_proj (head_split.py).
-        for branch, output in zip(self._branches[1:], outputs[1:], strict=True):
-            total.flatten(0, 1).addmm_(output.flatten(0, 1), branch.o_proj.weight.t())
+        inputs = [[getattr(branch, name)(x) for name in ("q_proj", "k_proj", "v_proj")] for branch in self._branches]
+
+        def attend(index: int) -> Tensor:
+            return _attended(self._branches[index], parts[index], inputs[index], angles, prompt_length)
+
+        if len(inputs) == 1:
+            return self._branches[0].o_proj(attend(0))  # type: ignore[no-any-return]
+        first, second = self._branches
+        outputs = side_by_side(lambda: attend(0), lambda: attend(1), x.device)
+        total: Tensor = first.o_proj(outputs[0])
+        total.flatten(0, 1).addmm_(outputs[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
         return total
 
 
@@ -124,12 +131,16 @@ def _is_simple(part: MixerCacheLayer, length: int) -> bool:
 
 
 def _attended(
-    branch: Any, cache: MixerCacheLayer | None, x: Tensor, angles: tuple[Tensor, Tensor], prompt_length: Tensor | None
+    branch: Any,
+    cache: MixerCacheLayer | None,
+    qkv: Sequence[Tensor],
+    angles: tuple[Tensor, Tensor],
+    prompt_length: Tensor | None,
 ) -> Tensor:
-    """The attention of one kind of heads [B, T, heads * D], before the projection of the output."""
-    q, k, v = (getattr(branch, name)(x) for name in ("q_proj", "k_proj", "v_proj"))
+    """The attention of one kind of heads [B, T, heads * D] to their q, k and v [B, T, heads * D]."""
+    q, k, v = qkv
     if cache is not None and cache.state:
-        q, k, v = (states.view(len(x), 1, -1, branch.head_dim) for states in (q, k, v))
+        q, k, v = (states.unflatten(-1, (-1, branch.head_dim)) for states in qkv)
         held = PackedTokens(branch.kept, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
         cache.count(1)
@@ -140,5 +151,5 @@ def _attended(
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
     if cache is not None:
         cache.grows = branch.kept.window is None
-        cache.advance(x.shape[1], held.state)
+        cache.advance(q.shape[1], held.state)
     return output.flatten(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,8 +94,6 @@ def window_step(
 ) -> Tensor:
     """One more token by one kernel, with the window's part of the state, its count included, changed in place.
 
-    In 8 or 4 bits by four kernels, the last that of the mixture, and without padding.
-
     Args:
         branch: the window.
         x, far: as for `WindowBranch.forward`, with T = 1.
@@ -107,15 +105,7 @@ def window_step(
     Returns:
         The layer's output [B, 1, HQ, D] before `o_proj`.
     """
-    state, slots = cache.state, cache.slots
-    if branch.cache_bits < 16:
-        # `step` changes these tensors in place; only those of a cache that grows would be replaced in the dict.
-        own = {name: state[name] for name in branch.state_names}
-        held = PackedTokens(branch.kept, own, None, in_place=True, slots=slots)
-        near, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
-        # `held.step` has counted the token: `count` is its number, from 1.
-        numbers = state["count"] if slots is None else state["count"][slots]
-        return mixture(branch, x, near, lse, far, numbers.unsqueeze(1))
+    state = cache.state
     slope = torch.promote_types(q.dtype, torch.float32)
     return window_step_(
         q,
@@ -137,5 +127,33 @@ def window_step(
         branch.softcap,
         cos,
         sin,
-        slots,
+        cache.slots,
     )
+
+
+class NearStep(NamedTuple):
+    """The window's part of a step, for `mixture`."""
+
+    output: Tensor  # [B, 1, HQ, D]
+    lse: Tensor  # [B, 1, HQ] float32
+    numbers: Tensor  # [B, 1], of the token, from 1
+
+
+def packed_window_step(
+    branch: WindowBranch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: MixerCacheLayer,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> NearStep:
+    """As `window_step` in 8 or 4 bits without padding, by three kernels and before the mixture."""
+    state, slots = cache.state, cache.slots
+    # `step` changes these tensors in place; only those of a cache that grows would be replaced in the dict.
+    own = {name: state[name] for name in branch.state_names}
+    held = PackedTokens(branch.kept, own, None, in_place=True, slots=slots)
+    output, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
+    # `held.step` has counted the token.
+    numbers = state["count"] if slots is None else state["count"][slots]
+    return NearStep(output, lse, numbers.unsqueeze(1))

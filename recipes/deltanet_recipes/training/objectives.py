@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
@@ -29,6 +30,7 @@ from deltanet_recipes.training.model_pair import mixers, output_weight
 from deltanet_recipes.training.window_dropout import window_branches
 from deltanet_recipes.training.windowed_teacher import windowed_inputs
 
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
 
 
@@ -176,7 +178,7 @@ class DistilLoss(nn.Module):
             batch = self.prepare(batch)
         assert batch.student is not None
         assert batch.teacher is not None
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_kernel(ATTENTION, set_priority=True):
             hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
         per_token: tuple[torch.Tensor, ...] = (hidden.flatten(0, 1),)
         shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
