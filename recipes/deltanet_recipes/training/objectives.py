@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.adapters import MergedAdapters
@@ -30,7 +30,6 @@ from deltanet_recipes.training.model_pair import mixers, output_weight
 from deltanet_recipes.training.window_dropout import window_branches
 from deltanet_recipes.training.windowed_teacher import windowed_inputs
 
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
 
 
@@ -178,15 +177,15 @@ class DistilLoss(nn.Module):
             batch = self.prepare(batch)
         assert batch.student is not None
         assert batch.teacher is not None
-        with torch.no_grad(), sdpa_kernel(ATTENTION, set_priority=True):
-            hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
-        per_token: tuple[torch.Tensor, ...] = (hidden.flatten(0, 1),)
-        shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
-        if self.recall_weight > 0:
-            per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
         if self.adapters is not None:
             self.adapters.multiply()
-        hidden, states = self._student_layers.run_layers(batch.student)
+        entry = batch.student
+        (hidden, states), (per_token, teacher_states) = side_by_side(
+            lambda: self._student_layers.run_layers(entry), lambda: self._teach(batch), entry.hidden.device
+        )
+        shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
+        if self.recall_weight > 0:
+            shared = (*shared, self.mean_weight)
         give_back_freed_memory(hidden.device)
         total, kl, ce = ChunkedLoss.apply(
             self.chunk_loss,
@@ -204,6 +203,15 @@ class DistilLoss(nn.Module):
             total = total + self.hidden_weight * hidden_error
             metrics.append(hidden_error.detach())
         return total / batch.scored, torch.stack(metrics) / batch.scored
+
+    @torch.no_grad()
+    def _teach(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """The last hidden states of the teacher, and under a window if recall has a weight, all [R*L, D'], and those
+        after each layer [R, L, D'] if the residual stream has one."""
+        assert batch.teacher is not None
+        hidden, states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
+        last = (hidden.flatten(0, 1),)
+        return (last if self.recall_weight == 0 else (*last, self._windowed(batch))), states
 
     def _hidden_error(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """The error [R, L] of one layer; with checkpointing, its float32 terms [R, L, D] are not kept."""
