@@ -9,7 +9,7 @@ same time, and one mixes. A step of another rule is computed as a prompt of one 
 
 All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
 other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
-prompts, padded steps and all steps of other rules, in 3 or 2 bits every call.
+padded steps and all steps of other rules, in 3 or 2 bits every step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FastMixer:
         branch = mixer.window_branch
         bits = 16 if branch is None else branch.cache_bits
         known = (conv is None or mixer.settings.conv_on != "k") and (branch is None or branch.learned_sinks is None)
-        self._has_prefill = known and bits == 16
+        self._has_prefill = known
         self._is_gated_delta_rule = mixer.is_gated_delta_rule
         # A step takes the `slots` of a cache too. 3 and 2 bits have no packed form.
         self.has_step = known and bits >= 4 and self._is_gated_delta_rule

@@ -36,16 +36,22 @@ def window_prefill(
         norm: the output norm, or None.
         prompt_length: as in `FastDecoder`.
     """
-    if call.state is None:  # the sequence begins here
-        window = WindowCall(q, k, v, branch.window, branch.sinks, branch.scale, None, branch.softcap)
-        near, lse = window_attention.unchecked(window)
-        keep = WindowKeepCall(k, v, branch.window, branch.sinks, prompt_length)
-        kept = window_keep.unchecked(keep) if call.keep_state else ()
-        numbers, new_state = None, dict(zip(branch.STATE, kept, strict=False))
-    else:
+    numbers: Tensor | None = None
+    new_state: State = {}
+    if call.state is not None:
         tokens = branch.tokens(x, call)
         near, lse, new_state = branch.near(q, k, v, call, tokens)
         numbers = tokens.numbers
+    elif branch.cache_bits < 16:
+        held = PackedTokens(branch.kept, {}, None, keep_state=call.keep_state, prompt_length=prompt_length)
+        near, lse = held.attend(q, k, v, branch.scale, branch.softcap)
+        new_state = held.state
+    else:
+        window = WindowCall(q, k, v, branch.window, branch.sinks, branch.scale, None, branch.softcap)
+        near, lse = window_attention.unchecked(window)
+        if call.keep_state:
+            kept = window_keep.unchecked(WindowKeepCall(k, v, branch.window, branch.sinks, prompt_length))
+            new_state = dict(zip(branch.STATE, kept, strict=True))
     return mixture(branch, x, near, lse, far, numbers, gate, norm), new_state
 
 

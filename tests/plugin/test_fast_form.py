@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf.evaluation.lesions import switch_off_state
 from deltanet_hf.fast import FastDecoder, fast_form, form
 from deltanet_hf.mixers import MIXERS
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from support.plain_form import plain_form
 from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
@@ -50,6 +51,7 @@ def students() -> dict[str, Callable[[], PreTrainedModel]]:
         "convolved keys": lambda: tiny_student("llama", window=3, conv_on="k"),
         "one state per key head": lambda: tiny_student("qwen3", window=3, expand_kv=False, k_offset=False),
         "late writes, 8 bits": lambda: tiny_student("llama", window=3, state_dtype="int8", late_writes=8),
+        "window in 4 bits": lambda: set_cache_bits(tiny_student("llama", window=3, sinks=2), 4),
         "low-rank gate": lambda: tiny_student("llama", output_gate_rank=3, conv_size=0),
         "no gate or norm": lambda: tiny_student("llama", window=3, output_gate=False, output_norm="none"),
         "heads of all kinds": lambda: tiny_mixture("gemma2", mixed_mixture_table()),

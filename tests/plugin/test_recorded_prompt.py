@@ -38,6 +38,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "heads in 4 bits": lambda: set_cache_bits(tiny_mixture("llama", mixed_table("softmax", "window", window=40)), 4),
     "heads of all kinds": lambda: tiny_mixture("llama", mixed_mixture_table()),
     "states and windows": lambda: tiny_student("llama", mixer="gated_deltanet+window", window=40, sinks=2),
+    "states and windows in 4 bits": lambda: set_cache_bits(
+        tiny_student("llama", mixer="gated_deltanet+window", window=40, sinks=2), 4
+    ),
     "convolutions": lambda: tiny_student("llama", profile="qwen3_5"),
     "another rule": lambda: tiny_student("llama", mixer="titans"),
     "norms of q and k": lambda: tiny_mixture("qwen3", mixture_table()),
