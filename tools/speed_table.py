@@ -22,6 +22,7 @@ KINDS = {
     "heads10": "windows of one length",
     "windows4bit": "a quarter of the layers whole",
     "window25": "layers with states",
+    "window25_4bit": "layers with states, 4 bits",
     "hybrid25": "every fourth layer whole, states elsewhere",
     "all": "pure",
 }

@@ -161,7 +161,7 @@ def test_the_time_ends_after_a_row(
         return before(*args)
 
     monkeypatch.setattr(ModelAtPoints, "measure", measure)
-    for count, made, minutes in ((3, 2, 1.5), (3, 2, 0.0), (4, 3, 0.5), (18, 10, None)):
+    for count, made, minutes in ((3, 2, 1.5), (3, 2, 0.0), (4, 3, 0.5), (2 * len(KINDS), len(KINDS) + 1, None)):
         benchmark(options(path, minutes=minutes))
         assert (len(rows_of(path)), len(models)) == (count, made)
         assert ("the time is over" in capsys.readouterr().out) == (minutes is not None)

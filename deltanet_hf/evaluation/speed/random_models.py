@@ -70,6 +70,7 @@ KINDS: dict[str, Layout] = {
     "all": Layout("gated_deltanet"),
     "hybrid25": Layout("gated_deltanet", layers=4),
     "window25": Layout("gated_deltanet+window", layers=4),
+    "window25_4bit": Layout("gated_deltanet+window", layers=4, cache_bits=4),
     "windows4bit": Layout("window", layers=4, cache_bits=4),  # the default of `convert` without a GPU
     "heads10": Layout("window", heads=10, cache_bits=4),
     "by_layer": Layout("window", heads=10, cache_bits=4, windows=PLANNED),  # as `convert` plans them
