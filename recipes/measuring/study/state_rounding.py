@@ -26,6 +26,8 @@ from measuring.study.results_row import load_for_measure
 SETTINGS = {  # state_dtype and late_writes
     "float32": ("float32", 0),
     "bfloat16": ("bfloat16", 0),
+    "int8, `late_writes=2`": ("int8", 2),
+    "int8, `late_writes=4`": ("int8", 4),
     "int8, `late_writes=8`": ("int8", 8),
     "int8, `late_writes=16`": ("int8", 16),
 }
