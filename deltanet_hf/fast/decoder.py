@@ -17,7 +17,7 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.fast.packed import FastPacked, is_packed
+from deltanet_hf.fast.packed import NORMS, FastPacked, is_packed
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import cache_in
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
@@ -188,9 +188,10 @@ def fast_attention(attention: nn.Module, may_move: bool) -> Any:
         return fast_part(attention, may_move)
     branches, names = list(branches_of(attention).values()), TOGETHER[0]
     joint = joint_linears([getattr(branch, name) for branch in branches for name in names], may_move)
-    parts = [
-        copied(branch, **dict(zip(names, joint[3 * n : 3 * n + 3], strict=True))) for n, branch in enumerate(branches)
-    ]
+    parts = []
+    for number, branch in enumerate(branches):
+        norms = {name: FastNorm(getattr(branch, name)) for name in NORMS if hasattr(branch, name)}
+        parts.append(copied(branch, **dict(zip(names, joint[3 * number :], strict=False)), **norms))
     if isinstance(attention, MixedHeads):
         return FastPacked(copied(attention, **dict(zip(attention.branches, parts, strict=True))))
     return FastPacked(parts[0])

@@ -26,8 +26,19 @@ from deltanet_hf.mixers.window import WindowAttention
 from deltanet_kernels import prompt_inputs
 from deltanet_kernels.prompt.calls import PromptInputsCall
 
-FAMILIES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "MixtralAttention", "GraniteAttention")
-"""Attention of which the class says no more than: project, rotate, attend by `scaling`, project."""
+FAMILIES = (
+    "LlamaAttention",
+    "MistralAttention",
+    "MixtralAttention",
+    "GraniteAttention",
+    "Qwen2Attention",
+    "Qwen3Attention",
+    "Qwen3MoeAttention",
+    "Gemma3Attention",
+)
+"""Attention of which the class says no more than: project, norms of the heads of q and k if there are any, rotate,
+attend by `scaling`, project."""
+NORMS = ("q_norm", "k_norm")
 
 
 def is_packed(attention: Any) -> bool:
@@ -111,7 +122,7 @@ class FastPacked:
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
-        inputs = [[getattr(branch, name)(x) for name in ("q_proj", "k_proj", "v_proj")] for branch in self._branches]
+        inputs = [_projected(branch, x) for branch in self._branches]
 
         def attend(index: int) -> Tensor:
             return _attended(self._branches[index], parts[index], inputs[index], angles, prompt_length)
@@ -130,6 +141,13 @@ def _is_simple(part: MixerCacheLayer, length: int) -> bool:
     return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
 
 
+def _projected(branch: Any, x: Tensor) -> list[Tensor]:
+    """q, k and v [B, T, heads, D] of x [B, T, hidden], before the rotation."""
+    q, k, v = (getattr(branch, name)(x).unflatten(-1, (-1, branch.head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
+    q_norm, k_norm = (getattr(branch, name, None) for name in NORMS)
+    return [q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k), v]
+
+
 def _attended(
     branch: Any,
     cache: MixerCacheLayer | None,
@@ -137,15 +155,14 @@ def _attended(
     angles: tuple[Tensor, Tensor],
     prompt_length: Tensor | None,
 ) -> Tensor:
-    """The attention of one kind of heads [B, T, heads * D] to their q, k and v [B, T, heads * D]."""
+    """The attention of one kind of heads [B, T, heads * D] to their q, k and v [B, T, heads, D]."""
     q, k, v = qkv
     if cache is not None and cache.state:
-        q, k, v = (states.unflatten(-1, (-1, branch.head_dim)) for states in qkv)
         held = PackedTokens(branch.kept, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
         cache.count(1)
         return output.flatten(2)
-    call = PromptInputsCall(q, k, v, branch.head_dim, cos=angles[0], sin=angles[1])
+    call = PromptInputsCall(q.flatten(-2), k.flatten(-2), v.flatten(-2), branch.head_dim, cos=angles[0], sin=angles[1])
     rotated = prompt_inputs.unchecked(call)
     held = PackedTokens(branch.kept, {}, None, keep_state=cache is not None, prompt_length=prompt_length)
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)

@@ -51,6 +51,9 @@ def made(name: str, bits: int = 4) -> PreTrainedModel:
         "whole and windows": lambda: tiny_mixture(
             "llama", mixed_table("softmax", "window").with_windows((40, 70, 33, 97))
         ),
+        "norms of q and k": lambda: tiny_mixture(
+            "qwen3", mixed_table("softmax", "window").with_windows((40, 70, 33, 97))
+        ),
         "qwen3_5": tiny_qwen3_5,
     }
     model: PreTrainedModel = set_cache_bits(models[name]().double(), bits)
@@ -70,7 +73,17 @@ def give_key_order(model: Any) -> None:
 
 
 BOUND = {"hybrid": 2e-6, "learned sinks": 2e-6, "heads": 2e-6}  # the share of a state is float32
-KINDS = ["teacher", "sliding", "capped", "learned sinks", "hybrid", "window", "heads", "whole and windows"]
+KINDS = [
+    "teacher",
+    "sliding",
+    "capped",
+    "learned sinks",
+    "hybrid",
+    "window",
+    "heads",
+    "whole and windows",
+    "norms of q and k",
+]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -140,7 +153,7 @@ def test_padding_on_either_side_changes_nothing(name: str) -> None:
             assert (found[row, -1] - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
 
 
-@pytest.mark.parametrize("name", ["teacher", "window", "whole and windows"])
+@pytest.mark.parametrize("name", ["teacher", "window", "whole and windows", "norms of q and k", "sliding"])
 @torch.no_grad()
 def test_the_fast_form_reads_a_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the plain form does, with a cache and without."""

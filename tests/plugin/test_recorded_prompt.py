@@ -44,6 +44,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "convolutions": lambda: tiny_student("llama", profile="qwen3_5"),
     "another rule": lambda: tiny_student("llama", mixer="titans"),
     "norms of q and k": lambda: tiny_mixture("qwen3", mixture_table()),
+    "norms of q and k, heads in 4 bits": lambda: set_cache_bits(
+        tiny_mixture("qwen3", mixed_table("softmax", "window", window=40)), 4
+    ),
 }
 
 
