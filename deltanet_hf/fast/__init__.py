@@ -1,17 +1,18 @@
 """The fast form of a model: what its own modules compute, by few launches and without gradients.
 
-    file        holds
-    ----------  ------------------------------------------------------------------------------------------
-    form.py     `fast_form(model)`: the form or the reason why there is none, decided once per model
-    reasons.py  these reasons: hooks, adapters, offloading, sharding, training, replaced methods
-    decoder.py  the decoder and its layers, with the residual sums handed on to the next norm
-    mixer.py    prefill and decoding step of a mixer
-    window.py   prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
-    packed.py   prefill and decoding step of softmax and window layers, alone or mixed, with a cache in 8 or 4 bits
-    norms.py    norms with residual sums, one kernel each
-    mlp.py      feed-forward blocks
-    joint.py    linear layers with one input as one matrix product
-    copied.py   copies of modules with replaced parts
+    file             holds
+    ---------------  ---------------------------------------------------------------------------------------------------
+    form.py          `fast_form(model)`: the form or the reason why there is none, decided once per model
+    reasons.py       these reasons: hooks, adapters, offloading, sharding, training, replaced methods
+    decoder.py       the decoder and its layers, with the residual sums handed on to the next norm
+    mixer.py         prefill and decoding step of a mixer
+    window.py        prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
+    packed.py        prefill and decoding step of softmax and window layers, alone or mixed, with a cache in 8 or 4 bits
+    norms.py         norms with residual sums, one kernel each
+    mlp.py           feed-forward blocks
+    joint.py         linear layers with one input as one matrix product
+    side_by_side.py  two calls at the same time, where a graph is recorded
+    copied.py        copies of modules with replaced parts
 
 Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` records its step.
 """
