@@ -98,7 +98,7 @@ def window_step(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> Tensor:
-    """One more token by one kernel, with the window's part of the state, its count included, changed in place.
+    """One more token of a window in 16 bits by one kernel, with its part of the state, count included, changed in place.
 
     Args:
         branch: the window.

@@ -22,8 +22,8 @@ from deltanet_kernels.gated_delta_rule.cpu_late_writes import LateState, rounded
 NAMES = ("state", *LATE)
 """Of the tensors in a cache, in the order of `LateState`."""
 FEWEST_FOR_8_BITS = 2
-"""Rounded after every token, a simulated state in 8 bits had three to six times the error of one in bfloat16; after 8
-tokens, the logits of models have 1.3 to 2.3 times its error (docs/journal-training.md)."""
+"""With 2, thousands of tokens leave a state in 8 bits with about the error of one in bfloat16, which is rounded after
+every token and drifts; with more the error is smaller (docs/journal-training.md)."""
 
 
 @dataclass(frozen=True)
