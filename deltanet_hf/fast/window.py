@@ -98,7 +98,7 @@ def window_step(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> Tensor:
-    """One more token of a window in 16 bits by one kernel, with its part of the state, count included, changed in place.
+    """One more token of a window in 16 bits by one kernel; its part of the state, count included, changes in place.
 
     Args:
         branch: the window.
