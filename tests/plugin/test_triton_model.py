@@ -13,8 +13,11 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.layers import Kind, LayerTable
 from deltanet_kernels.dispatch import Operator
-from support.tiny_models import tiny_student
+from support.plain_form import plain_form
+from support.tiny_models import mixed_heads, tiny_mixture, tiny_student
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -132,3 +135,38 @@ def test_fused_steps_of_rules_that_erase_nothing(
     steps = [name for name in calls if name.endswith("step_")]
     assert steps == ["gated_delta_step_", "window_step_"][: 2 if changes.get("window") else 1] * 2
     torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "kind", "changes"),
+    [
+        ("qwen3", mixed_heads("softmax", "window", window=20), {}),
+        ("gemma3_text", mixed_heads("softmax", "window", window=20), {"layer_types": ["full_attention"]}),
+        (
+            "llama",
+            LayerTable.preset(1, "gated_deltanet+window", window=20, sinks=2, state_dtype="float32").only_kind,
+            {},
+        ),
+    ],
+    ids=["qwen3", "gemma3", "window and state"],
+)
+def test_packed_caches_in_the_fast_form(
+    family: str, kind: Kind, changes: dict[str, Any], send: Callable[[str], list[str]]
+) -> None:
+    """A prompt and three steps, beyond the window and over the end of a group of 32 tokens, beside the plain form."""
+    model = tiny_mixture(family, LayerTable({"own": kind}, ("own",)), head_dim=64, **changes).to(DEVICE)
+    set_cache_bits(model, 4)
+    tokens = torch.randint(3, 97, (1, 67), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def read() -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split([64, 1, 1, 1], dim=1)]
+        return torch.cat(parts, dim=1)
+
+    calls = send("triton")
+    with plain_form():
+        wanted = read()
+    assert "prompt_inputs" not in calls
+    torch.testing.assert_close(read(), wanted, rtol=1e-4, atol=1e-4)
+    assert {"prompt_inputs", "pack_prompt", "packed_step_"} <= set(calls)

@@ -146,10 +146,12 @@ def tiny_student(
     return tiny_mixture(model_type, tiny_table(profile, layers, **changes), seed)
 
 
-def tiny_mixture(model_type: str, table: LayerTable, seed: int = 0) -> PreTrainedModel:
-    """A converted model with random weights and the given layer table, which may have fewer layers than `LAYERS`."""
-    depth = {} if len(table) == LAYERS else {"num_hidden_layers": len(table)}
-    model = model_class(model_type)(converted_config(teacher_config(model_type, **depth), table))
+def tiny_mixture(model_type: str, table: LayerTable, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A converted model with random weights and the given layer table, which may have fewer layers than `LAYERS`;
+    `changes` are of the teacher's configuration."""
+    if len(table) != LAYERS:
+        changes["num_hidden_layers"] = len(table)
+    model = model_class(model_type)(converted_config(teacher_config(model_type, **changes), table))
     randomise(model, seed)
     return model.eval()
 
