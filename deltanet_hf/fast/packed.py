@@ -8,6 +8,7 @@ attends. mixers/attention/packed_softmax.py and mixers/window.py say what is com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,15 +123,14 @@ class FastPacked:
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
-        inputs = [_projected(branch, x) for branch in self._branches]
-
-        def attend(index: int) -> Tensor:
-            return _attended(self._branches[index], parts[index], inputs[index], angles, prompt_length)
-
-        if len(inputs) == 1:
-            return self._branches[0].o_proj(attend(0))  # type: ignore[no-any-return]
+        calls = [
+            functools.partial(_attended, branch, part, _projected(branch, x), angles, prompt_length)
+            for branch, part in zip(self._branches, parts, strict=True)
+        ]
+        if len(calls) == 1:
+            return self._branches[0].o_proj(calls[0]())  # type: ignore[no-any-return]
         first, second = self._branches
-        outputs = side_by_side(lambda: attend(0), lambda: attend(1), x.device)
+        outputs = side_by_side(calls[0], calls[1], x.device)
         total: Tensor = first.o_proj(outputs[0])
         total.flatten(0, 1).addmm_(outputs[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
         return total

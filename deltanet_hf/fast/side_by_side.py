@@ -19,11 +19,12 @@ B = TypeVar("B")
 def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
     """The results of both, whose work on `device` may be done at the same time.
 
-    The caller keeps the tensors that either call reads until this returns: memory that one of them gave back could be
-    taken by the other.
+    The second is called first. The caller keeps the tensors that either call reads until this returns: memory that one
+    of them gave back could be taken by the other.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return first(), second()
+        result = second()
+        return first(), result
     own, other = torch.cuda.current_stream(device), _other_stream(device)
     other.wait_stream(own)
     with torch.cuda.stream(other):

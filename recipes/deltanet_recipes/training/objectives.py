@@ -176,7 +176,6 @@ class DistilLoss(nn.Module):
         if batch.student is None:
             batch = self.prepare(batch)
         assert batch.student is not None
-        assert batch.teacher is not None
         if self.adapters is not None:
             self.adapters.multiply()
         entry = batch.student
@@ -206,12 +205,15 @@ class DistilLoss(nn.Module):
 
     @torch.no_grad()
     def _teach(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """The last hidden states of the teacher, and under a window if recall has a weight, all [R*L, D'], and those
-        after each layer [R, L, D'] if the residual stream has one."""
+        """The teacher's last hidden states [R*L, D'], followed by those under a window if `recall_weight` is not 0; and
+        its states after each layer [R, L, D'] if `hidden_weight` is not 0."""
         assert batch.teacher is not None
         hidden, states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
-        last = (hidden.flatten(0, 1),)
-        return (last if self.recall_weight == 0 else (*last, self._windowed(batch))), states
+        if self.recall_weight == 0:
+            return (hidden.flatten(0, 1),), states
+        inputs = windowed_inputs(batch.teacher, batch.rows, batch.cu_seqlens is not None)
+        windowed, _ = self._teacher_layers.run_layers(inputs, keep=False)
+        return (hidden.flatten(0, 1), windowed.flatten(0, 1)), states
 
     def _hidden_error(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """The error [R, L] of one layer; with checkpointing, its float32 terms [R, L, D] are not kept."""
@@ -220,22 +222,13 @@ class DistilLoss(nn.Module):
         return self.hidden_error(student, teacher)
 
     @torch.no_grad()
-    def _windowed(self, batch: Batch) -> torch.Tensor:
-        """The last hidden states [R*L, D'] of the teacher under a window."""
-        assert batch.teacher is not None
-        inputs = windowed_inputs(batch.teacher, batch.rows, batch.cu_seqlens is not None)
-        hidden, _ = self._teacher_layers.run_layers(inputs, keep=False)
-        return hidden.flatten(0, 1)
-
-    @torch.no_grad()
     def measure_mean_weight(self, batches: list[Batch]) -> None:
         """Set the mean weight of a scored token to that of some rows."""
         head, matrix = Head.of(self.teacher), output_weight(self.teacher)
         total, count = torch.zeros_like(self.mean_weight), 0
         for batch in map(self.prepare, batches):
-            assert batch.teacher is not None
-            full = self._teacher_layers.run_layers(batch.teacher, keep=False)[0].flatten(0, 1)
-            scored, near = batch.rows.scored.flatten(), self._windowed(batch)
+            (full, near), _ = self._teach(batch)
+            scored = batch.rows.scored.flatten()
             for begin in range(0, len(full), self.chunk):
                 piece = slice(begin, begin + self.chunk)
                 logits = [head.logits(hidden[piece], matrix) for hidden in (full, near)]

@@ -1,16 +1,17 @@
 """Measures how errors of rounded states grow over long texts: python -m measuring.study.state_drift STUDENT TOKENS.npy
 
-A converted model reads texts, each in one call. What a layer hands to its rule in all of them is then one sequence,
-which the rule decodes token by token, once per row of `state_rounding.SETTINGS`, in float32 arithmetic on a CPU. Errors
+A converted model reads texts as one batch. What a layer hands to its rule in all of them is then one sequence, which
+the rule decodes token by token, once per row of `state_rounding.SETTINGS`, in float32 arithmetic on a CPU. Errors
 are those of the rule's outputs, relative to float32 states, as means over heads and tokens.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from torch import Tensor
@@ -21,39 +22,30 @@ from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from measuring.markdown import lines
 from measuring.study.results_row import load_for_measure
-from measuring.study.state_rounding import SETTINGS, layers_with_states, use_states
+from measuring.study.state_rounding import SETTINGS, layers_with_states, texts_in, use_states
 
 EARLY = 1024  # tokens
 
 
 @torch.inference_mode()
 def sequences(student: Any, layers: list[Any], texts: Tensor) -> list[MixCall]:
-    """What the layers hand to their rules for texts [B, T] int64, as one sequence of B*T tokens each."""
+    """Read texts [B, T] int64 and return what each layer hands to its rule, as one sequence of B*T tokens.
+
+    The layers are in the order of the model.
+    """
     use_states(student, "float32", 0)
-    calls = [_recorded(layer) for layer in layers]
-    for text in texts:
-        student.model(text[None], use_cache=False)
+    calls: list[MixCall] = []
+    for layer in layers:
+        layer.mix = functools.partial(_recorded, calls, layer.mix)
+    student.model(texts, use_cache=False)
     for layer in layers:
         del layer.mix
-    return [_joined(found) for found in calls]
+    return [call.in_one_row() for call in calls]
 
 
-def _recorded(layer: Any) -> list[MixCall]:
-    """A list that gets the calls of the layer's rule, until its attribute `mix` is deleted."""
-    calls, plain = [], layer.mix
-
-    def mix(call: MixCall) -> Any:
-        calls.append(call)
-        return plain(call)
-
-    layer.mix = mix
-    return calls
-
-
-def _joined(calls: list[MixCall]) -> MixCall:
-    q, k, v = (torch.cat([getattr(call, name) for call in calls], dim=1) for name in ("q", "k", "v"))
-    gates = zip(*(call.gates for call in calls), strict=True)
-    return MixCall(q, k, v, tuple(torch.cat(parts, dim=1) for parts in gates))
+def _recorded(calls: list[MixCall], mix: Callable[[MixCall], Any], call: MixCall) -> Any:
+    calls.append(call)
+    return mix(call)
 
 
 @torch.inference_mode()
@@ -63,8 +55,9 @@ def decoded(layer: Any, call: MixCall) -> Tensor:
     state: State | None = None
     for t in range(call.q.shape[1]):
         at = slice(t, t + 1)
-        token = MixCall(call.q[:, at], call.k[:, at], call.v[:, at], tuple(gate[:, at] for gate in call.gates))
-        output, state = layer.mix(token._replace(state=state, keep_state=True))
+        gates = tuple(gate[:, at] for gate in call.gates)
+        token = MixCall(call.q[:, at], call.k[:, at], call.v[:, at], gates, state=state, keep_state=True)
+        output, state = layer.mix(token)
         outputs.append(output[0, 0])
     return torch.stack(outputs)
 
@@ -77,13 +70,12 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 4096,
 ) -> None:
     """Print a table with a row per layer: errors in the first 1,024 tokens and in the second half, %."""
-    array = np.load(tokens).astype(np.int64)
-    ids = torch.from_numpy(array[: len(array) // texts * texts].reshape(texts, -1)[:, :length])
+    ids = texts_in(tokens, texts, length)
     model = load_for_measure(student, torch.device("cpu"))
-    found = {layer.layer_idx: layer for layer in layers_with_states(model)}
-    if unknown := set(map(int, layers.split(","))) - found.keys():
-        raise UserError(f"--layers: {sorted(unknown)} have no states in {student}; choose from {sorted(found)}")
-    chosen = [found[int(layer)] for layer in layers.split(",")]
+    wanted, found = set(map(int, layers.split(","))), layers_with_states(model)
+    if unknown := wanted - {layer.layer_idx for layer in found}:
+        raise UserError(f"--layers: {sorted(unknown)} have no states in {student}")
+    chosen = [layer for layer in found if layer.layer_idx in wanted]
     names, cells = list(SETTINGS)[1:], []
     for layer, call in zip(chosen, sequences(model, chosen, ids), strict=True):
         outputs = {}

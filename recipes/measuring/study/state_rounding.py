@@ -51,6 +51,12 @@ def state_bytes(student: Any) -> int:
     return sum(layer[name].nbytes for layer in shapes for name in NAMES if name in layer)
 
 
+def texts_in(tokens: Path, count: int, length: int) -> Tensor:
+    """Read [count, length] int64 from a token array, texts that begin at equal distances in it."""
+    array = np.load(tokens).astype(np.int64)
+    return torch.from_numpy(array[: len(array) // count * count].reshape(count, -1)[:, :length])
+
+
 @torch.inference_mode()
 def measure(student: Any, teacher: Any, ids: Tensor, prompt: int) -> tuple[Tensor, Tensor]:
     """Divergences from the teacher and errors of the logits [settings, B, T - prompt] for ids [B, T] int64."""
@@ -86,8 +92,7 @@ def main(
     texts: Annotated[int, typer.Option(help="Texts, decoded as one batch.")] = 8,
 ) -> None:
     """Print a table with a row per setting of the states; the errors of means are over texts."""
-    array = np.load(tokens).astype(np.int64)
-    ids = torch.from_numpy(array[: len(array) // texts * texts].reshape(texts, -1)[:, : prompt + count])
+    ids = texts_in(tokens, texts, prompt + count)
     model, taught_by = (load_for_measure(folder, torch.device("cpu")) for folder in (student, teacher))
     divergences, errors = measure(model, taught_by, ids, prompt)
     kl, exact, quarter = divergences.mean(-1), divergences[0].mean(-1), errors.shape[-1] // 4
