@@ -392,16 +392,14 @@ def window_calls() -> list[tuple[str, Callable[[], object]]]:
         def step(
             cap: float | None = None, dtype: str = dtype, D: int = D, HQ: int = HQ, B: int = B, joint: bool = joint
         ) -> None:
-            flat = columns((B, 1), [heads * D for heads in (HQ, 2, 2, HQ)], DTYPES[dtype], joint)
-            q, k, v, far = (x.unflatten(-1, (-1, D)) for x in flat)
+            flat = columns((B, 1), [heads * D for heads in (HQ, 2, 2)], DTYPES[dtype], joint)
+            q, k, v = (x.unflatten(-1, (-1, D)) for x in flat)
             keys, values = (torch.zeros(B, 2, 68, D, dtype=DTYPES[dtype]) for _ in range(2))
             numbers = torch.zeros(B, 68, dtype=torch.int32)
             padding = torch.zeros(B, 1, dtype=torch.bool)
             cache = (keys, values, numbers, numbers[:, 0].clone())
-            logit, slope = torch.zeros(B, 1, HQ, dtype=DTYPES[dtype]), torch.zeros(HQ)
-            share = (logit, far, slope, slope)
             turn = (torch.zeros(B, 1, D // 2),) * 2 if joint else ()
-            window_step_triton_(WindowStepCall(q, k, v, 64, 4, *cache, *share, None, None, padding, cap, *turn))
+            window_step_triton_(WindowStepCall(q, k, v, 64, 4, *cache, None, padding, cap, *turn))
 
         found.append((f"window-step-{dtype}-{D}-{B}{'-joint' if joint else ''}", step))
         if D == 256:

@@ -4,8 +4,8 @@
 one matrix product, and each learned norm of q and k one kernel. Of a prompt, one kernel computes the gates (those of
 Gated DeltaNet), one the inputs of recurrence and window; after the recurrence, one computes norm and gate, or, with a
 window, three its attention, its cache and the mixture. Of a step of the gated delta rule, one kernel computes
-everything between the projections and the window, and one the window; in 8 or 4 bits three attend in the window at the
-same time, and one mixes. A step of another rule is computed as a prompt of one token.
+everything between the projections and the window, another (three in 8 or 4 bits) attends in the window at the same
+time, and one mixes. A step of another rule is computed as a prompt of one token.
 
 All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
 other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
@@ -25,7 +25,7 @@ from deltanet_hf.fast.copied import copied
 from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.norms import FastNorm, form_of
 from deltanet_hf.fast.side_by_side import side_by_side
-from deltanet_hf.fast.window import mixture, packed_window_step, window_prefill, window_step
+from deltanet_hf.fast.window import mixture, window_prefill, window_step
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
@@ -183,13 +183,10 @@ class FastMixer:
             output = recur()
         else:
             own_q, own_k, own_v = map(layer.split_heads, (q, k, v))
-            if branch.cache_bits == 16:
-                output = window_step(branch, x, own_q, own_k, own_v, recur(), cache, padding, cos, sin)
-            else:
-                far, near = side_by_side(
-                    recur, lambda: packed_window_step(branch, own_q, own_k, own_v, cache, cos, sin), x.device
-                )
-                output = mixture(branch, x, near.output, near.lse, far, near.numbers)
+            far, near = side_by_side(
+                recur, lambda: window_step(branch, own_q, own_k, own_v, cache, padding, cos, sin), x.device
+            )
+            output = mixture(branch, x, near.output, near.lse, far, near.numbers)
         if tail is not None and padding is not None:  # the kernels move the tail of all rows
             state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), state["conv_tail"]))
         cache.count(1)

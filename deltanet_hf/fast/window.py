@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
@@ -86,57 +85,6 @@ def mixture(
     return window_mixture.unchecked(call)
 
 
-def window_step(
-    branch: WindowBranch,
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    far: Tensor,
-    cache: MixerCacheLayer,
-    padding: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-) -> Tensor:
-    """One more token of a window in 16 bits by one kernel; its part of the state, count included, changes in place.
-
-    Args:
-        branch: the window.
-        x, far: as for `WindowBranch.forward`, with T = 1.
-        q, k, v: the same, before the rotary embedding.
-        cache: holds the layer's state before the token.
-        padding: [B, 1] bool, True at padding, where outputs are 0; None for no padding.
-        cos, sin: of the rotary embedding, [B, 1, R] or [1, 1, R]; None for none.
-
-    Returns:
-        The layer's output [B, 1, HQ, D] before `o_proj`.
-    """
-    state = cache.state
-    slope = torch.promote_types(q.dtype, torch.float32)
-    return window_step_(
-        q,
-        k,
-        v,
-        branch.window,
-        branch.sinks,
-        state["keys"],
-        state["values"],
-        state["numbers"],
-        state["count"],
-        branch.share_proj(x),
-        far,
-        branch.slopes.far_slope.to(slope),
-        branch.slopes.near_slope.to(slope),
-        branch.family_window,
-        branch.scale,
-        padding,
-        branch.softcap,
-        cos,
-        sin,
-        cache.slots,
-    )
-
-
 class NearStep(NamedTuple):
     """The window's part of a step, for `mixture`."""
 
@@ -145,21 +93,45 @@ class NearStep(NamedTuple):
     numbers: Tensor  # [B, 1], of the token, from 1
 
 
-def packed_window_step(
+def window_step(
     branch: WindowBranch,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cache: MixerCacheLayer,
+    padding: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> NearStep:
-    """As `window_step` in 8 or 4 bits without padding, by three kernels and before the mixture."""
+    """One more token of a window, whose part of the state changes in place: one kernel, three of 8 or 4 bits.
+
+    Args:
+        branch: the window.
+        q, k, v: as for `WindowBranch.forward`, with T = 1, before the rotary embedding.
+        cache: holds the layer's state before the token.
+        padding: [B, 1] bool, True at padding, whose results are 0; None for no padding, and in 8 or 4 bits.
+        cos, sin: of the rotary embedding, [B, 1, R] or [1, 1, R]; None for none.
+    """
     state, slots = cache.state, cache.slots
     # `step` changes these tensors in place; only those of a cache that grows would be replaced in the dict.
     own = {name: state[name] for name in branch.state_names}
-    held = PackedTokens(branch.kept, own, None, in_place=True, slots=slots)
-    output, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
-    # `held.step` has counted the token.
+    if branch.cache_bits < 16:
+        held = PackedTokens(branch.kept, own, None, in_place=True, slots=slots)
+        output, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
+    else:
+        output, lse = window_step_(
+            q,
+            k,
+            v,
+            branch.window,
+            branch.sinks,
+            **own,
+            scale=branch.scale,
+            padding=padding,
+            softcap=branch.softcap,
+            cos=cos,
+            sin=sin,
+            slots=slots,
+        )
     numbers = state["count"] if slots is None else state["count"][slots]
     return NearStep(output, lse, numbers.unsqueeze(1))

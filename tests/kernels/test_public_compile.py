@@ -28,7 +28,6 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "window_step_": lambda: (
         *HEADS[:, :, :1], 3, 1, *torch.zeros(2, 1, 1, 4, 16, device=DEVICE),
         torch.zeros(1, 4, dtype=torch.int32, device=DEVICE), torch.full((1,), 9, dtype=torch.int32, device=DEVICE),
-        GATES[0, :, :1], HEADS[0, :, :1], GATES[0, 0, 0], GATES[1, 0, 0], 7,
     ),
 }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """The decoding step of the attention over window and sinks: one by one against the definition, in place."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,9 @@ from tests.kernels.cases import relative_error
 from tests.kernels.test_step import rotate
 from tests.kernels.triton_mode import DEVICE
 
+Results = tuple[torch.Tensor, torch.Tensor]  # o [B, T, HQ, D], lse [B, T, HQ]
+StepFunction = Callable[..., Results]
 CACHE = ("keys", "values", "numbers", "count")
-SLOPES = ("far_slope", "near_slope")
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,6 @@ class Step:
     HQ: int = 4
     HK: int = 2
     D: int = 16
-    share: bool = True
-    reach: int | None = None
     padding: tuple[int, ...] | None = None  # tokens of padding before each row
     scale: float | None = None
     softcap: float | None = None
@@ -47,11 +45,7 @@ class Step:
 
 CASES = [
     Step("window and sinks", T=16, window=5, sinks=3),
-    Step("no share", T=16, window=5, sinks=3, share=False),
     Step("no sinks", T=12, window=5, sinks=0),
-    Step("a reach beyond the window", T=16, window=5, sinks=0, reach=9),
-    Step("a reach equal to the window", T=12, window=5, sinks=0, reach=5),
-    Step("a reach within the places", T=12, window=5, sinks=3, reach=6),
     Step("window 1", T=10, window=1, sinks=2),
     Step("window 1, no sinks", T=5, window=1, sinks=0),
     Step("nothing leaves", T=10, window=20, sinks=4),
@@ -81,14 +75,10 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = DEVICE) -
     B, T = case.B, case.T
     x: dict[str, Any] = {"q": randn(B, T, case.HQ, case.D)}
     x |= {name: randn(B, T, case.HK, case.D) for name in ("k", "v")}
-    x |= {"share_logit": 2 * randn(B, T, case.HQ), "far": randn(B, T, case.HQ, case.D)}
-    x |= {name: (1 + 0.3 * torch.randn(case.HQ, generator=generator)).to(device) for name in SLOPES}
-    x |= {"window": case.window, "sinks": case.sinks, "reach": case.reach, "scale": case.scale, "padding": None}
+    x |= {"window": case.window, "sinks": case.sinks, "scale": case.scale, "padding": None}
     x["softcap"] = case.softcap
     angle = 3 * torch.randn(case.positions, T, case.rope // 2, generator=generator).repeat(1, 1, 2).to(device)
     x |= {"cos": angle.cos() if case.rope else None, "sin": angle.sin() if case.rope else None}
-    if not case.share:
-        x |= dict.fromkeys(("share_logit", "far", *SLOPES))
     if case.padding is not None:
         x["padding"] = (torch.arange(T)[None] < torch.tensor(case.padding)[:, None]).to(device)
     return x
@@ -104,19 +94,26 @@ def empty(case: Step, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 def token(x: dict[str, Any], t: int) -> dict[str, Any]:
     """The arguments of step t but for the cache."""
-    return {
-        name: y[:, t : t + 1] if isinstance(y, torch.Tensor) and name not in (*SLOPES, "slots") else y
-        for name, y in x.items()
-    }
+    return {name: y[:, t : t + 1] if isinstance(y, torch.Tensor) and name != "slots" else y for name, y in x.items()}
 
 
-def run(step_: Callable[..., torch.Tensor], x: dict[str, Any], cache: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([step_(**token(x, t), **cache) for t in range(x["q"].shape[1])], dim=1)
+def run(step_: StepFunction, x: dict[str, Any], cache: dict[str, torch.Tensor]) -> Results:
+    return joined(step_(**token(x, t), **cache) for t in range(x["q"].shape[1]))
+
+
+def joined(steps: Iterable[Results]) -> Results:
+    """Of several tokens."""
+    o, lse = zip(*steps, strict=True)
+    return torch.cat(o, dim=1), torch.cat(lse, dim=1)
+
+
+def worst_error(found: Results, wanted: Results) -> float:
+    return max(relative_error(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("step_", [window_step_, lambda **x: window_step_triton_(WindowStepCall(**x))])
 @pytest.mark.parametrize("name", ["window and sinks", "padding on the left"])
-def test_caches_may_be_rows_of_larger_tensors(step_: Callable[..., torch.Tensor], name: str) -> None:
+def test_caches_may_be_rows_of_larger_tensors(step_: StepFunction, name: str) -> None:
     """The last sequence has the row 0 that is nobody's."""
     case = next(case for case in CASES if case.name == name)
     x, slots = make(case), torch.tensor([4, 2, 0][-case.B :], dtype=torch.int32, device=DEVICE)
@@ -126,43 +123,30 @@ def test_caches_may_be_rows_of_larger_tensors(step_: Callable[..., torch.Tensor]
         wide[name][:, : part[0].numel()] = 0
     larger = {name: y[:, :-16].view(5, *own[name].shape[1:]) for name, y in wide.items()}
     wanted, found = run(step_, x, own), run(step_, x | {"slots": slots}, larger)
-    assert torch.equal(found[:-1], wanted[:-1])
-    assert found.isfinite().all()
+    for some, all_wanted in zip(found, wanted, strict=True):
+        assert torch.equal(some[:-1], all_wanted[:-1])
+        assert some.isfinite().all()
     for name, y in larger.items():
         assert torch.equal(y[slots[:-1].long()], own[name][:-1])
         assert not y[[1, 3]].any()
         assert (wide[name][:, -16:] == 3).all()
 
 
-def truth(x: dict[str, Any]) -> torch.Tensor:
-    """The outputs of all tokens in float64, each row by the definition without its padding."""
+def truth(x: dict[str, Any]) -> Results:
+    """The results of all tokens in float64, each row by the definition without its padding."""
     w = {name: y.cpu().double() if isinstance(y, torch.Tensor) and name != "padding" else y for name, y in x.items()}
-    o = torch.zeros_like(w["q"])
+    o, lse = torch.zeros_like(w["q"]), torch.zeros_like(w["q"][..., 0])
     w |= {name: rotate(w[name], w["cos"], w["sin"]) for name in ("q", "k") if w["cos"] is not None}
     for row, tokens in enumerate(w["q"].unsqueeze(1)):
         first = 0 if x["padding"] is None else int(x["padding"][row].sum())
         if first < tokens.shape[1]:
             parts = (w[name][row : row + 1, first:] for name in ("q", "k", "v"))
-            near, lse = naive_window_attention(*parts, x["window"], x["sinks"], x["scale"], softcap=x["softcap"])
-            o[row, first:] = near[0]
-            if w["far"] is not None:
-                share = true_share(w, w["share_logit"][row, first:], lse[0])
-                o[row, first:] = share * w["far"][row, first:] + (1 - share) * near[0]
-    return o
+            found = naive_window_attention(*parts, x["window"], x["sinks"], x["scale"], softcap=x["softcap"])
+            o[row, first:], lse[row, first:] = found[0][0], found[1][0]
+    return o, lse
 
 
-def true_share(x: dict[str, Any], logit: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The share of `far` [T, HQ, 1] for a sequence from its first token on; logit, lse [T, HQ]."""
-    numbers = range(1, len(logit) + 1)
-    unseen = [max(min(n, x["reach"] or n) - x["window"] - x["sinks"], 0) for n in numbers]
-    shares = [
-        (logit[t] + x["far_slope"] * math.log(f) - x["near_slope"] * lse[t]).sigmoid() if f else 0 * logit[t]
-        for t, f in enumerate(unseen)
-    ]
-    return torch.stack(shares).unsqueeze(-1)
-
-
-def triton_step_(**x: Any) -> torch.Tensor:
+def triton_step_(**x: Any) -> Results:
     return window_step_triton_(WindowStepCall(**x))
 
 
@@ -172,10 +156,10 @@ SIDES = [pytest.param(window_step_, id="public"), pytest.param(triton_step_, id=
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_one_by_one(case: Step) -> None:
     x = make(case)
-    o, wanted = truth(x), expected_cache(case, x)
+    results, wanted = truth(x), expected_cache(case, x)
     for step_ in (window_step_, triton_step_):
         cache = empty(case)
-        assert relative_error(run(step_, x, cache), o) < 1e-6, step_
+        assert worst_error(run(step_, x, cache), results) < 1e-6, step_
         for name in CACHE:
             if name == "keys" and case.rope:
                 assert relative_error(cache[name], wanted[name].double()) < 1e-6, step_
@@ -184,14 +168,12 @@ def test_steps_one_by_one(case: Step) -> None:
 
 
 @pytest.mark.parametrize("step_", SIDES)
-def test_projections_may_be_slices_of_one_tensor(
-    step_: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_projections_may_be_slices_of_one_tensor(step_: StepFunction, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Step("joint", T=9, window=4, sinks=2, rope=8)
     x, caches = make(case), (empty(case), empty(case))
-    names = ("q", "k", "v", "share_logit")
+    names = ("q", "k", "v")
     sizes = [x[name].flatten(2).shape[-1] for name in names]
-    joint = torch.cat([*(x[name].flatten(2) for name in names), torch.full_like(x["share_logit"], torch.nan)], dim=-1)
+    joint = torch.cat([*(x[name].flatten(2) for name in names), torch.full_like(x["q"][..., 0], torch.nan)], dim=-1)
     parts = {
         name: part.view(x[name].shape) for name, part in zip(names, joint.split([*sizes, 4], dim=-1), strict=False)
     }
@@ -204,7 +186,7 @@ def test_projections_may_be_slices_of_one_tensor(
             return y.clone()
 
         monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
-    assert relative_error(run(step_, x | parts, caches[1]), wanted) < 1e-6
+    assert worst_error(run(step_, x | parts, caches[1]), wanted) < 1e-6
     for name, y in caches[1].items():
         assert relative_error(y, caches[0][name].double()) < 1e-6, name
 
@@ -231,40 +213,40 @@ def expected_cache(case: Step, x: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("step_", SIDES)
-def test_rows_of_different_lengths_need_no_mask(step_: Callable[..., torch.Tensor]) -> None:
+def test_rows_of_different_lengths_need_no_mask(step_: StepFunction) -> None:
     case = Step("", T=12, window=5, sinks=3, padding=(0, 4), rope=16)
     x, cache = make(case), empty(case)
     outputs = [step_(**token(x, t) | ({} if t < 4 else {"padding": None}), **cache) for t in range(case.T)]
-    assert relative_error(torch.cat(outputs, dim=1), truth(x)) < 1e-6
+    assert worst_error(joined(outputs), truth(x)) < 1e-6
 
 
 @pytest.mark.parametrize("step_", SIDES)
-def test_nan_in_padding_stays_there(step_: Callable[..., torch.Tensor]) -> None:
+def test_nan_in_padding_stays_there(step_: StepFunction) -> None:
     case = Step("padding", T=12, window=4, sinks=2, padding=(0, 5))
     x, cache = make(case), empty(case)
-    for name in ("q", "k", "v", "share_logit", "far"):
+    for name in ("q", "k", "v"):
         x[name][x["padding"]] = torch.nan
-    assert relative_error(run(step_, x, cache), truth(x)) < 1e-6
+    assert worst_error(run(step_, x, cache), truth(x)) < 1e-6
     assert all(y.isfinite().all() for y in cache.values())
 
 
 @pytest.mark.parametrize("step_", SIDES)
-def test_padding_between_tokens_changes_nothing(step_: Callable[..., torch.Tensor]) -> None:
+def test_padding_between_tokens_changes_nothing(step_: StepFunction) -> None:
     case = Step("paused", T=12, window=4, sinks=2)
     x, cache = make(case), empty(case)
     run(step_, x, cache)
     before = {name: y.clone() for name, y in cache.items()}
     pause = token(x, 3) | {"padding": torch.tensor([[True], [False]], device=DEVICE)}
-    o = step_(**pause, **cache)
-    assert (o[0] == 0).all()
-    assert (o[1] != 0).all()
+    for result in step_(**pause, **cache):
+        assert (result[0] == 0).all()
+        assert (result[1] != 0).all()
     for name in CACHE:
         assert torch.equal(cache[name][0], before[name][0]), name
         assert not torch.equal(cache[name][1], before[name][1]), name
 
 
 @pytest.mark.parametrize("step_", SIDES)
-def test_tokens_out_of_sight_are_not_seen(step_: Callable[..., torch.Tensor]) -> None:
+def test_tokens_out_of_sight_are_not_seen(step_: StepFunction) -> None:
     """Numbers decide: a place whose token is too far back, or empty, may hold anything finite."""
     case = Step("rolled back", T=1, window=8, sinks=2)
     x, cache = make(case), empty(case)
@@ -272,45 +254,29 @@ def test_tokens_out_of_sight_are_not_seen(step_: Callable[..., torch.Tensor]) ->
     cache["keys"].fill_(50.0)
     cache["values"].fill_(50.0)
     cache["numbers"][:, 3] = 13  # seen by token 20, not by token 21
-    near = x["v"].repeat_interleave(2, dim=2)
     lse = (x["q"] * x["k"].repeat_interleave(2, dim=2)).sum(-1) / 4
-    logit = x["share_logit"] + x["far_slope"] * math.log(21 - 10) - x["near_slope"] * lse
-    share = logit.sigmoid().unsqueeze(-1)
-    wanted = share * x["far"] + (1 - share) * near
-    assert relative_error(step_(**x, **cache), wanted.double()) < 1e-6
+    wanted = x["v"].repeat_interleave(2, dim=2).double(), lse.double()
+    assert worst_error(step_(**x, **cache), wanted) < 1e-6
 
 
 @pytest.mark.parametrize("step_", SIDES)
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_a_share_may_saturate(step_: Callable[..., torch.Tensor]) -> None:
-    """One head takes `far` alone, the other the window alone, without overflow on the way."""
-    case = Step("saturated", T=9, window=3, sinks=1, HQ=2)
-    x, cache = make(case), empty(case)
-    x["share_logit"][:] = torch.tensor([1e4, -1e4], device=DEVICE)
-    o = run(step_, x, cache)[:, 4:].cpu()
-    near = truth(x | {"far": None})[:, 4:]
-    assert relative_error(o[:, :, :1], x["far"].cpu().double()[:, 4:, :1]) < 1e-6
-    assert relative_error(o[:, :, 1:], near[:, :, 1:]) < 1e-6
-
-
-@pytest.mark.parametrize("step_", SIDES)
-def test_memory_around_stays_as_it_is(step_: Callable[..., torch.Tensor], poisoned_memory: None) -> None:
+def test_memory_around_stays_as_it_is(step_: StepFunction, poisoned_memory: None) -> None:
     case = Step("between", T=9, window=4, sinks=2)
     x = make(case)
     around = {name: torch.stack([torch.full_like(y, 77), y, torch.full_like(y, 77)]) for name, y in empty(case).items()}
-    o = run(step_, x, {name: y[1] for name, y in around.items()})
-    assert relative_error(o, truth(x)) < 1e-6
+    found = run(step_, x, {name: y[1] for name, y in around.items()})
+    assert worst_error(found, truth(x)) < 1e-6
     for y in around.values():
         assert (y[[0, 2]] == 77).all()
 
 
 @pytest.mark.parametrize("step_", SIDES)
-def test_step_compiles_and_still_moves_in_place(step_: Callable[..., torch.Tensor]) -> None:
+def test_step_compiles_and_still_moves_in_place(step_: StepFunction) -> None:
     case = Step("compiled", T=3, window=4, sinks=1, padding=(0, 2))
     x = make(case)
     caches = empty(case), empty(case)
     compiled = torch.compile(step_, fullgraph=True, backend="aot_eager")
-    assert torch.equal(run(compiled, x, caches[0]), run(step_, x, caches[1]))
+    assert all(map(torch.equal, run(compiled, x, caches[0]), run(step_, x, caches[1])))
     for name in CACHE:
         assert torch.equal(caches[0][name], caches[1][name]), name
         assert caches[0][name].any()
@@ -331,15 +297,6 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("numbers", lambda x: x.long(), "numbers: got dtype torch.int64, needs torch.int32"),
     ("count", lambda x: x[:1], r"count: got shape \[1\], needs \[B\]"),
     ("count", lambda x: None, "count: got NoneType, needs a tensor"),
-    ("share_logit", lambda x: None, "share_logit: got None, needs a tensor, because far is given"),
-    ("near_slope", lambda x: None, "near_slope: got None, needs a tensor, because share_logit is given"),
-    ("share_logit", lambda x: x.unsqueeze(-1), "share_logit: got shape"),
-    ("share_logit", lambda x: x.int(), "share_logit: got dtype torch.int32"),
-    ("far", lambda x: x[..., 1:], "far: got shape"),
-    ("far_slope", lambda x: x[1:], r"far_slope: got shape \[3\], needs \[HQ\]"),
-    ("near_slope", lambda x: x.half(), "near_slope: got dtype torch.float16, needs torch.float32"),
-    ("reach", lambda x: 0, "reach: got 0, needs at least 1"),
-    ("reach", lambda x: 3.0, "reach: got float, needs int"),
     ("softcap", lambda x: -50.0, "softcap: got -50.0, needs a finite number above 0"),
     ("softcap", lambda x: True, "softcap: got bool, needs a float or None"),
     ("cos", lambda x: x[..., 1:], "cos: got shape"),
@@ -375,15 +332,15 @@ def test_low_precision_steps_under_a_graph(D: int, dtype: torch.dtype, B: int) -
         y.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = window_step_(**place, **cache)
+        o, lse = window_step_(**place, **cache)
     outputs = []
     for t in range(case.T):
         for name, y in token(x, t).items():
-            if isinstance(y, torch.Tensor) and name not in SLOPES:
+            if isinstance(y, torch.Tensor):
                 place[name].copy_(y)
         graph.replay()
-        outputs.append(o.clone())
-    assert relative_error(torch.cat(outputs, dim=1), truth(x)) < torch.finfo(dtype).eps
+        outputs.append((o.clone(), lse.clone()))
+    assert worst_error(joined(outputs), truth(x)) < torch.finfo(dtype).eps
     assert cache["count"].tolist() == [case.T] * B
 
 
@@ -395,9 +352,9 @@ def test_the_same_bits_every_time(B: int, HQ: int, HK: int) -> None:
     case = Step("repeated", T=8, window=100, sinks=4, B=B, HQ=HQ, HK=HK, D=64)
     x = make(case, torch.bfloat16)
     first = empty(case, torch.bfloat16)
-    o = run(window_step_, x, first)
-    assert relative_error(o, truth(x)) < torch.finfo(torch.bfloat16).eps
+    wanted = run(window_step_, x, first)
+    assert worst_error(wanted, truth(x)) < torch.finfo(torch.bfloat16).eps
     for _ in range(20):
         again = empty(case, torch.bfloat16)
-        assert torch.equal(run(window_step_, x, again), o)
+        assert all(map(torch.equal, run(window_step_, x, again), wanted))
         assert all(torch.equal(again[name], y) for name, y in first.items())

@@ -133,7 +133,7 @@ def test_fused_steps_of_rules_that_erase_nothing(
         for t in (7, 8)
     ]
     steps = [name for name in calls if name.endswith("step_")]
-    assert steps == ["gated_delta_step_", "window_step_"][: 2 if changes.get("window") else 1] * 2
+    assert steps == [*["window_step_"] * bool(changes.get("window")), "gated_delta_step_"] * 2
     torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -49,13 +49,7 @@ class WindowStepCall(NamedTuple):
     """One decoding step of `window_attention` with a cache of S = window + sinks places, updated in place.
 
     The token gets the number n = count + 1. Token n <= sinks is kept at place n - 1, any other at place
-    sinks + n % window, where it replaces token n - window. With `far`, the output of a layer that summarises what the
-    window does not see, the result mixes both:
-
-        o = share far + (1 - share) o       share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
-
-    where unseen = max(min(n, reach) - S, 0) and lse is the log-sum-exp of `window_attention`; share = 0 while
-    unseen = 0. On CUDA this is one kernel. No gradients.
+    sinks + n % window, where it replaces token n - window. On CUDA this is one kernel. No gradients.
 
     Args:
         q: the token's queries [B, 1, HQ, D].
@@ -64,11 +58,8 @@ class WindowStepCall(NamedTuple):
         keys, values: kept keys and values [B, HK, S, D], dtype of k, contiguous.
         numbers: number of the token at each place, 0 if empty [B, S] int32, contiguous.
         count: tokens that each row has seen [B] int32, contiguous; below 2**23.
-        share_logit, far, far_slope, near_slope: [B, 1, HQ], [B, 1, HQ, D], [HQ] and [HQ] float32 (float64 is taken too
-            where q is float64), given together or not at all.
-        reach: number of last tokens, its own included, that count towards `unseen`; >= 1, None for all.
         scale: factor of the scores, D**-0.5 by default.
-        padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.
+        padding: [B, 1] bool, True in rows whose cache stays as it is; their results are 0.
         softcap: as for `window_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D: it turns the first R channels of q
             and k before anything else: channel i < R/2 against channel i + R/2. Keys are kept turned.
@@ -76,7 +67,7 @@ class WindowStepCall(NamedTuple):
             `gated_delta_step_`.
 
     Returns:
-        o [B, 1, HQ, D] in the dtype of q.
+        o [B, 1, HQ, D] in the dtype of q, and lse [B, 1, HQ], both as of `window_attention`.
 
     Raises:
         ValueError: shapes, head counts, devices or a softcap that do not fit, a cache that is not contiguous.
@@ -92,11 +83,6 @@ class WindowStepCall(NamedTuple):
     values: torch.Tensor
     numbers: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of this name
-    share_logit: torch.Tensor | None = None
-    far: torch.Tensor | None = None
-    far_slope: torch.Tensor | None = None
-    near_slope: torch.Tensor | None = None
-    reach: int | None = None
     scale: float | None = None
     padding: torch.Tensor | None = None
     softcap: float | None = None
@@ -116,11 +102,11 @@ class WindowMixtureCall(NamedTuple):
         f = rmsnorm(far) * norm_weight * silu(z);  o = share f + (1 - share) near
         share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
 
-    where unseen = max(min(n, reach) - places, 0) for token number n, and share = 0 while unseen = 0, as in
-    `window_step_`. On CUDA this is one kernel. No gradients.
+    where unseen = max(min(n, reach) - places, 0) for token number n, and share = 0 while unseen = 0. On CUDA this is
+    one kernel. No gradients.
 
     Args:
-        near, lse: the results of `window_attention` [B, T, H, D] and [B, T, H].
+        near, lse: the results of `window_attention` or `window_step_` [B, T, H, D] and [B, T, H].
         far: the state's output [B, T, H, D].
         share_logit: [B, T, H].
         far_slope, near_slope: [H].

@@ -12,7 +12,6 @@ from deltanet_kernels.checks import (
     check_slots,
     refuse_gradients,
     require_device,
-    require_float,
     require_input,
     require_least,
     require_shape,
@@ -41,15 +40,15 @@ def check_window_step(call: WindowStepCall) -> None:
     """Check the arguments of a decoding step.
 
     Raises:
-        ValueError: a shape, head count, device, window, number of sinks, reach or softcap that does not fit, only some
-            of the tensors of the share, or a cache that is not contiguous.
+        ValueError: a shape, head count, device, window, number of sinks or softcap that does not fit, or a cache that
+            is not contiguous.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding, softcap, cos, sin, slots = call
+    q, k, v, window, sinks, keys, values, numbers, count, _, padding, softcap, cos, sin, slots = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
     _check_softcap(softcap)
-    (B, T, HQ, D), HK, S = q.shape, k.shape[2], window + sinks
+    (B, T, _, D), HK, S = q.shape, k.shape[2], window + sinks
     if T != 1:
         raise ValueError(f"q: got shape {shape_text(q)} with {T} tokens, needs one token")
     rows = check_slots(slots, B, q.device, count)
@@ -66,32 +65,12 @@ def check_window_step(call: WindowStepCall) -> None:
         if x.dtype != dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype}")
         check_changed(name, x, slots)
-    if reach is not None:
-        require_least("reach", reach, 1)
     check_rotation(cos, sin, B, 1, D, q.device)
-    parts = dict(zip(("share_logit", "far", "far_slope", "near_slope"), mixture, strict=True))
-    given = [name for name, x in parts.items() if x is not None]
-    if given and len(given) < len(parts):
-        missing = next(name for name, x in parts.items() if x is None)
-        raise ValueError(f"{missing}: got None, needs a tensor, because {given[0]} is given")
-    optional: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
-        ("share_logit", parts["share_logit"], (B, 1, HQ), "[B, 1, HQ]"),
-        ("far", parts["far"], (B, 1, HQ, D), "[B, 1, HQ, D]"),
-        ("far_slope", parts["far_slope"], (HQ,), "[HQ]"),
-        ("near_slope", parts["near_slope"], (HQ,), "[HQ]"),
-        ("padding", padding, (B, 1), "[B, 1]"),
-    )
-    for name, tensor, shape, meaning in optional:
-        if tensor is None:
-            continue
-        require_tensor(name, tensor)
-        require_device(name, tensor, "q", q.device)
-        require_shape(name, tensor, shape, meaning)
-        wanted = {"padding": torch.bool, "far_slope": torch.float32, "near_slope": torch.float32}.get(name)
-        if wanted is None:
-            require_float(name, tensor)
-        elif tensor.dtype != wanted and not (wanted is torch.float32 and tensor.dtype is q.dtype is torch.float64):
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, needs {wanted}")
+    if padding is not None:
+        require_device("padding", require_tensor("padding", padding), "q", q.device)
+        require_shape("padding", padding, (B, 1), "[B, 1]")
+        if padding.dtype != torch.bool:
+            raise TypeError(f"padding: got dtype {padding.dtype}, needs torch.bool")
 
 
 def check_window_mixture(call: WindowMixtureCall) -> None:

@@ -11,11 +11,11 @@ from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.cpu import attention
 
 
-def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
+def torch_window_step_(call: WindowStepCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
     if call.slots is not None:
         return on_copies(torch_window_step_, call, ("keys", "values", "numbers", "count"))
-    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, *_ = call
+    q, k, v, window, sinks, keys, values, numbers, count, *_ = call
     if call.cos is not None and call.sin is not None:
         q, k = rotate(torch.cat([q, k], dim=2), call.cos, call.sin).split([q.shape[2], k.shape[2]], dim=2)
     live = None if call.padding is None else ~call.padding[:, 0]
@@ -35,12 +35,7 @@ def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     o, lse = attention(
         q.to(dtype), keys.to(dtype), values.to(dtype), seen[:, None, None], call.factor, call.softcap
     )  # fmt: skip
-    if share_logit is not None and far is not None and far_slope is not None and near_slope is not None:
-        counted = number if reach is None else number.clamp(max=reach)
-        unseen = (counted - (window + sinks)).unsqueeze(2)
-        logit = share_logit.to(dtype) + far_slope * unseen.clamp(min=1).to(dtype).log()
-        share = (logit - near_slope * lse).sigmoid() * (unseen > 0)
-        o = torch.lerp(o, far.to(dtype), share.unsqueeze(-1))
     if live is not None:
-        o = o.masked_fill(~live[:, None, None, None], 0.0)
-    return o.to(q.dtype)
+        dead = ~live[:, None, None]
+        o, lse = o.masked_fill(dead.unsqueeze(-1), 0.0), lse.masked_fill(dead, 0.0)
+    return o.to(q.dtype), lse

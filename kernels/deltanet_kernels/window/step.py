@@ -3,9 +3,6 @@
     q, k = rope(q), rope(k)                                                                   optional
     n = count + 1;  place = n - 1 if n <= sinks, else sinks + n % window
     o = softmax(scale q K^T) V, of capped scores with a cap, over the places whose token n sees, and the token itself
-    share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)                     optional, to the end
-    unseen = max(min(n, reach) - window - sinks, 0);  share = 0 where unseen = 0
-    o = share far + (1 - share) o
 
 Inside, scores and their log-sum-exp are in units of log 2.
 
@@ -70,14 +67,13 @@ def turned(
 
 @triton.jit
 def step_kernel(
-    q, k, v, keys, values, numbers, count, share_logit, far, far_slope, near_slope, padding, cos, sin, o, slots, scale,
+    q, k, v, keys, values, numbers, count, padding, cos, sin, o, lse, slots, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    REACH: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, PADDING: tl.constexpr,
-    CAP: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr, S_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr,
-    NUMBERS_ROW: tl.constexpr, COUNT_ROW: tl.constexpr, COUNT_BITS: tl.constexpr,
+    HEADS: tl.constexpr, BN: tl.constexpr, PADDING: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, KEYS_ROW: tl.constexpr,
+    VALUES_ROW: tl.constexpr, NUMBERS_ROW: tl.constexpr, COUNT_ROW: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and HEADS query heads; rows of q, k, v and share_logit are X_ROW elements apart."""
+    """One program per row and HEADS query heads; rows of q, k and v are X_ROW elements apart."""
     PROGRAMS: tl.constexpr = HQ // HEADS
     PLACES: tl.constexpr = WINDOW + SINKS
     GROUP: tl.constexpr = HQ // HK
@@ -100,6 +96,7 @@ def step_kernel(
     if live == 0:
         for g in tl.static_range(HEADS):
             tl.store(o + at + g * D, tl.zeros([BD], dtype=o.dtype.element_ty), mask=m_d)
+            tl.store(lse + b * HQ + first + g, 0.0)
         return
     place = tl.where(n <= SINKS, n - 1, SINKS + n % WINDOW)
     kept = b * HK + first // GROUP
@@ -145,55 +142,40 @@ def step_kernel(
         totals = new_totals
         sums = new_sums
     for g in tl.static_range(HEADS):
-        o_D = sums[g] / totals[g]
-        if SHARE:
-            unseen = tl.maximum(tl.minimum(n, REACH) - PLACES, 0)
-            lse = (tops[g] + tl.log2(totals[g])) * LOGE2
-            logit = tl.load(share_logit + b * S_ROW + first + g).to(tl.float32)
-            logit += tl.load(far_slope + first + g) * tl.log(tl.maximum(unseen, 1).to(tl.float32))
-            logit -= tl.load(near_slope + first + g) * lse
-            weight = tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
-            o_D = weight * tl.load(far + at + g * D, mask=m_d, other=0.0).to(tl.float32) + (1.0 - weight) * o_D
-        tl.store(o + at + g * D, o_D.to(o.dtype.element_ty), mask=m_d)
+        tl.store(o + at + g * D, (sums[g] / totals[g]).to(o.dtype.element_ty), mask=m_d)
+        tl.store(lse + b * HQ + first + g, (tops[g] + tl.log2(totals[g])) * LOGE2)
 
 
-def _fake_step(
-    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
-    padding, softcap, cos=None, sin=None, slots=None,
-):  # fmt: skip
-    return q.new_empty(q.shape)
+def _fake_step(q, *_):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_step, mutates=("keys", "values", "numbers", "count"))
 def window_step_op_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, keys: torch.Tensor,
-    values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, share_logit: torch.Tensor | None,
-    far: torch.Tensor | None, far_slope: torch.Tensor | None, near_slope: torch.Tensor | None, reach: int | None,
-    scale: float, padding: torch.Tensor | None, softcap: float | None, cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None, slots: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return o [B, 1, HQ, D] and update the cache in place."""
+    values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, scale: float, padding: torch.Tensor | None,
+    softcap: float | None, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return o [B, 1, HQ, D] and lse [B, 1, HQ], and update the cache in place."""
     (B, _, HQ, D), HK = q.shape, k.shape[2]
-    o = q.new_empty(q.shape)
+    o, lse = _fake_step(q)
     heads = step_heads(HQ // HK, B * HQ, multiprocessors(q.device))
     (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
-    share_logit, s_row = (None, 0) if share_logit is None else rows(share_logit)
-    dense = [None if x is None else x.contiguous() for x in (far, far_slope, near_slope, padding, cos, sin)]
+    dense = [None if x is None else x.contiguous() for x in (padding, cos, sin)]
     launch(
         step_kernel, B * (HQ // heads),
-        q, k, v, keys, values, numbers, count, share_logit, *dense, o, slots, scale,
+        q, k, v, keys, values, numbers, count, *dense, o, lse, slots, scale,
         HQ=HQ, HK=HK, D=D, BD=power_of_two(D), WINDOW=window, SINKS=sinks,
-        REACH=2**COUNT_BITS if reach is None else reach, HEADS=heads, BN=step_places(D, window + sinks),
-        SHARE=share_logit is not None, PADDING=padding is not None, CAP=softcap,
-        R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1,
-        Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, S_ROW=s_row, KEYS_ROW=row_size(keys),
-        VALUES_ROW=row_size(values), NUMBERS_ROW=row_size(numbers), COUNT_ROW=row_size(count), COUNT_BITS=COUNT_BITS,
-        num_warps=4,
+        HEADS=heads, BN=step_places(D, window + sinks), PADDING=padding is not None, CAP=softcap,
+        R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, Q_ROW=q_row, K_ROW=k_row,
+        V_ROW=v_row, KEYS_ROW=row_size(keys), VALUES_ROW=row_size(values), NUMBERS_ROW=row_size(numbers),
+        COUNT_ROW=row_size(count), COUNT_BITS=COUNT_BITS, num_warps=4,
     )  # fmt: skip
-    return o
+    return o, lse
 
 
-def window_step_triton_(call: WindowStepCall) -> torch.Tensor:
+def window_step_triton_(call: WindowStepCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_step_` in Triton, for checked arguments.
 
     Raises:
@@ -204,5 +186,5 @@ def window_step_triton_(call: WindowStepCall) -> torch.Tensor:
     check_supported(call.q.dtype, D, D)
     if HQ > MAX_PROGRAMS:
         raise NotImplementedError(f"{HQ} query heads: the kernel takes up to {MAX_PROGRAMS}")
-    o: torch.Tensor = window_step_op_(*call[:14], call.factor, *call[15:])
-    return o
+    found: tuple[torch.Tensor, torch.Tensor] = window_step_op_(*call[:9], call.factor, *call[10:])
+    return found

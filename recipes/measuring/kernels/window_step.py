@@ -21,7 +21,7 @@ from measuring.rows import Row
 
 HQ, HK, D = 32, 8, 128
 SINKS = 4
-FORMS: dict[str, Callable[..., Tensor]] = {
+FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "deltanet": window_step_,
     "PyTorch": lambda *call: torch_window_step_(WindowStepCall(*call)),
 }
@@ -33,9 +33,7 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
     form = FORMS[labels["impl"]]
     torch.manual_seed(0)
     S = window + SINKS
-    q, far = (torch.randn(B, 1, HQ, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    logit = torch.randn(B, 1, HQ, device="cuda", dtype=torch.bfloat16)
-    slopes = torch.ones(HQ, device="cuda"), torch.ones(HQ, device="cuda")
+    q = torch.randn(B, 1, HQ, D, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B, 1, HK, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     numbers = torch.arange(1, S + 1, device="cuda", dtype=torch.int32).repeat(B, 1)
     count = torch.full((B,), S, device="cuda", dtype=torch.int32)
@@ -46,12 +44,10 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
         return keys, values, numbers.clone(), count.clone()
 
     def call(kept: tuple[Tensor, ...]) -> Tensor:
-        return form(q, k, v, window, SINKS, *kept, logit, far, *slopes)
+        return form(q, k, v, window, SINKS, *kept)[0]
 
     wide = q.double(), k.double(), v.double()
-    wanted = torch_window_step_(
-        WindowStepCall(*wide, window, SINKS, *cache(torch.float64), logit, far.double(), *slopes)
-    )
+    wanted, _ = torch_window_step_(WindowStepCall(*wide, window, SINKS, *cache(torch.float64)))
     size = 4 * B * HK * S * D  # bytes of keys and values
     return time_steps(call, several_caches(cache, size), relative_error(call(cache()), wanted), size)
 
