@@ -127,9 +127,9 @@ def launches(model: PreTrainedModel, layer: Any, tokens: int, seen: int) -> list
 
 @torch.no_grad()
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
-@pytest.mark.parametrize(("window", "most"), [({}, 8), ({"window": 5, "sinks": 2}, 9)])
+@pytest.mark.parametrize(("window", "most"), [({}, 8), ({"window": 5, "sinks": 2}, 10)])
 def test_launches_of_a_step(window: dict[str, int], most: int) -> None:
-    """One product, the step, the window, o_proj; two norms with sums; two projections, SiLU and product, down_proj."""
+    """One product, step, window, mixture, o_proj; two norms with sums; two projections, SiLU and product, down_proj."""
     model = tiny_student("mistral", **window).bfloat16()
     for name, weight in model.named_parameters():
         if name.endswith("_slope"):

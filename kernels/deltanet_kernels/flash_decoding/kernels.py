@@ -32,6 +32,23 @@ def _seen_range(mask, begin, end, BLOCK: tl.constexpr):
     return tl.min(low, axis=0), tl.max(high, axis=0)
 
 
+@triton.jit
+def add_tile(s, v_ND, top, total, sums, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """m, t and a with one more tile of scores s [M, N], of which each row of s or m has a finite one.
+
+    EXACT: p has the dtype of v.
+    """
+    higher = tl.maximum(top, tl.max(s, axis=1))
+    p = tl.exp2(s - higher[:, None])
+    fade = tl.exp2(top - higher)
+    total = total * fade + tl.sum(p, axis=1)
+    leading = p.to(v_ND.dtype)
+    sums = tl.dot(leading, v_ND, sums * fade[:, None], input_precision=PRECISION)
+    if not EXACT:
+        sums = tl.dot((p - leading.to(tl.float32)).to(v_ND.dtype), v_ND, sums, input_precision=PRECISION)
+    return higher, total, sums
+
+
 @triton.jit(do_not_specialize=["spans"])
 def span_kernel(
     q, k, v, mask, o, weights, scale, S, span, spans, q_row, q_head, k_row, k_head, k_place, v_row, v_head, v_place,
@@ -41,7 +58,6 @@ def span_kernel(
     """One program per row, key head and span of places, for the GROUP query heads of the key head.
 
     SPLIT: a [B, HQ, spans, D] goes to o, m and t to weights [B, HQ, spans, 2], all float32; otherwise o is [B, HQ, D].
-    EXACT: p has the dtype of v.
     """
     c = tl.program_id(0) % spans
     pair = (tl.program_id(0) // spans).to(tl.int64)
@@ -66,15 +82,7 @@ def span_kernel(
         seen = tl.load(mask + j, mask=j < high - low, other=0) != 0
         s = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
         s = tl.where(seen[None, :], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.exp2(s - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, axis=1)
-        leading = p.to(v_ND.dtype)
-        sums = tl.dot(leading, v_ND, sums * fade[:, None], input_precision=PRECISION)
-        if not EXACT:
-            sums = tl.dot((p - leading.to(tl.float32)).to(v_ND.dtype), v_ND, sums, input_precision=PRECISION)
-        top = higher
+        top, total, sums = add_tile(s, v_ND, top, total, sums, EXACT, PRECISION)
     at_q = pair * GROUP + g
     if SPLIT:
         at_q = at_q * spans + c

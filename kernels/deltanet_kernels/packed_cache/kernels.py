@@ -273,7 +273,7 @@ def append_kernel(
     PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
     VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
-    HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
+    HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
     ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key head: packs the group that is complete, if it is, and puts a token.
@@ -320,6 +320,6 @@ def append_kernel(
     store_tokens(tl.broadcast_to(new_k[None, :], [2, D]), keys, token_scales, place, is_held, False, 2, D)
     store_tokens(tl.broadcast_to(new_v[None, :], [2, D]), values, token_scales, place, is_held, True, 2, D)
     if R > 0:
-        for g in range(HEADS):
-            new_q = turned(q + b * q_row + (h * HEADS + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
-            tl.store(turned_q + (pair * HEADS + g) * D + d, new_q.to(turned_q.dtype.element_ty))
+        g = tl.arange(0, BM)[:, None]
+        new_q = turned(q + b * q_row + (h * HEADS + g) * D, cos, sin, b, d[None, :], g < HEADS, R, ROPE_ROWS)
+        tl.store(turned_q + (pair * HEADS + g) * D + d[None, :], new_q.to(turned_q.dtype.element_ty), mask=g < HEADS)

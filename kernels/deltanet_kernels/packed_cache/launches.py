@@ -161,8 +161,9 @@ def packed_step_op_(
     launch(
         append_kernel, B * HK, *cache, slots, pages, q, k, v, cos, sin, turned,
         cache.groups * (1 if pages is None else pages.shape[1]), q_row, k_row, v_row,
-        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, R=0 if cos is None else cos.shape[2],
-        ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS, num_warps=4,
+        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
+        R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS,
+        num_warps=4,
     )  # fmt: skip
     o, lse = _attend(turned.view(B, HQ, 1, D), cache, slots, pages, window, sinks, limit, scale, softcap)
     return o.view(B, 1, HQ, D), lse.view(B, 1, HQ)

@@ -1,4 +1,4 @@
-"""Tile sizes of the attention over window and sinks, and of its decoding step."""
+"""Tile sizes of the attention over window and sinks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import torch
 from deltanet_kernels.common.registration import cached
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.gated_delta_rule.config import tile_width
-
-MAX_STEP_ELEMENTS = 8192  # of a key tile of the decoding step: 64 float32 registers per thread of four warps
-MAX_STEP_HEADS = 4  # query heads per program of the decoding step
 
 
 @dataclass(frozen=True)
@@ -50,24 +47,9 @@ def window_config(kernel: str, D: int, sinks: int, dtype: torch.dtype) -> Window
     return WindowConfig(M, N, min(N, power_of_two(max(sinks, 1), least)), BD, 4, stages)
 
 
-def step_heads(group: int, programs: int, processors: int) -> int:
-    """Query heads per program of the decoding step, of `group` that share keys; `programs` with one head each.
-
-    Heads together read a key once; apart they fill more of the chip.
-    """
-    if programs <= 2 * processors:
-        return 1
-    return next(heads for heads in range(MAX_STEP_HEADS, 0, -1) if group % heads == 0)
-
-
 def key_heads(group: int, programs: int, processors: int) -> int:
     """Query heads per program of the gradients of keys, of `group` that share keys; `programs` with all of them.
 
     Apart they fill the chip where programs are few, and the longest ends sooner; together they read a key once.
     """
     return 1 if programs <= 2 * processors else group
-
-
-def step_places(D: int, places: int) -> int:
-    """Places of the cache per tile of the decoding step."""
-    return max(16, min(MAX_STEP_ELEMENTS // power_of_two(D), power_of_two(places)))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels import window_step_
+from deltanet_kernels.flash_decoding.config import DecodeConfig
 from deltanet_kernels.window import step
 from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.cpu_step import torch_window_step_
@@ -60,9 +61,9 @@ def rows(peers: bool) -> Iterator[Row]:
 
 
 def configurations(labels: Row) -> Iterator[Configuration]:
-    """Other numbers of query heads per program and places per tile."""
-    for heads, places in itertools.product((1, 2, 4), (16, 32, 64, 128)):
-        yield {(step, "step_heads"): Always(heads), (step, "step_places"): Always(places)}
+    """Other places per tile, warps and pipeline stages."""
+    for places, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (1, 2, 3)):
+        yield {(step, "decode_config"): Always(DecodeConfig(places, D, warps, stages))}
 
 
 NOTE = f"B, window; {HQ} query and {HK} key heads of {D}, {SINKS} sinks, bfloat16"
