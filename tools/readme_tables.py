@@ -23,7 +23,6 @@ from kernels_table import kernels
 from measuring.lab import table as lab_table
 from measuring.rows import RowFile
 from mixers_table import mixers
-from packed_table import packed
 from results_tables import results
 from speed_table import recommended, speed
 from vllm_table import vllm
@@ -36,7 +35,6 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "lab": lambda path: lab_table.table(RowFile(path).rows()),
     "speed": speed,
     "recommended": recommended,
-    "packed": packed,
     "kernels": kernels,
     "vllm": vllm,
     "data": data,
