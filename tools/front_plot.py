@@ -25,7 +25,7 @@ LEAST_TOKENS = 9e6  # of training; rules are compared after less
 EARLIER = ("-16-bit-tokens", "-even", "-mlp")  # in the names of rows of earlier caches and adapters
 LABELS = {
     "teacher@4": "teacher, 4 bits",
-    "control-by-layer-9.0MB@4": "9.0 MB",
+    "control-by-layer-9.0MB-100m@4": "9.0 MB",
     "control-by-layer-5.4MB-100m@4": "default",
     "control-by-layer-3.1MB-100m@4": "3.1 MB",
 }

@@ -19,40 +19,42 @@ KINDS = {
     "teacher": "teacher",
     "teacher4bit": "teacher, 4 bits",
     "by_layer": "converted",
-    "heads10": "windows of one length",
-    "windows4bit": "a quarter of the layers whole",
-    "window25": "layers with states",
-    "window25_4bit": "layers with states, 4 bits",
-    "hybrid25": "every fourth layer whole, states elsewhere",
-    "all": "pure",
+    "windows4bit": "converted without a GPU",
+    "hybrid25": "states, 16 bits",
+    "window25": "windows and states, 16 bits",
+    "window25_4bit": "windows and states, 4 bits",
 }
+
+POINT = Column("shape, sequences x tokens", lambda line: "{}, {} x {:,}".format(*line["point"]))
 
 Rows = Sequence[dict[str, Any]]
 
 
 def speed(path: Path) -> str:
-    """A line per shape, batch and context length; below the table what could not be measured."""
-    return _table(RowFile(path, KEY, head={}).rows())
+    """A table per figure, with a line per shape, batch and context length and a column per kind of model."""
+    rows = RowFile(path, KEY, head={}).rows()
+    kinds, lines = _kinds(rows), _lines(rows)
+    parts = []
+    for what, key in FIGURES.items():
+        columns = [POINT, *(Column(title, _cell, (key, kind)) for kind, title in kinds.items())]
+        parts.append(f"{what[0].upper()}{what[1:]}:\n\n{table(columns, lines)}")
+    return "\n\n".join(parts)
 
 
 def recommended(path: Path) -> str:
-    """The same of 8B, of what `convert` makes beside its teacher in 16 and in 4 bits."""
-    rows = RowFile(path, KEY, head={}).rows()
+    """One table of 8B, of what `convert` makes beside its teacher in 16 and in 4 bits."""
     kinds = ("teacher", "teacher4bit", "by_layer")
-    return _table([row for row in rows if row["shape"] == "8B" and row["kind"] in kinds and "error" not in row])
+    rows = [row for row in RowFile(path, KEY, head={}).rows() if row["shape"] == "8B" and row["kind"] in kinds]
+    names = " / ".join(_kinds(rows).values())
+    return table(
+        [POINT, *(Column(f"{what}: {names}", _cell, (key, *kinds)) for what, key in FIGURES.items())], _lines(rows)
+    )
 
 
-def _table(rows: Rows) -> str:
-    kinds = _kinds(rows)
+def _lines(rows: Rows) -> list[dict[str, Any]]:
+    """Of each point that was measured, the row of each kind."""
     points = list(dict.fromkeys((row["shape"], row["batch"], row["context"]) for row in rows if "error" not in row))
-    lines = [{"point": point, **{kind: _best(rows, *point, kind) for kind in kinds}} for point in points]
-    names = " / ".join(kinds.values())
-    columns = [Column("shape, sequences x tokens", lambda line: "{}, {} x {:,}".format(*line["point"]))]
-    columns += [Column(f"{what}: {names}", _cell, (key, *kinds)) for what, key in FIGURES.items()]
-    failed = [
-        f"not measured: {' '.join(str(row[key]) for key in KEY)}: {row['error']}" for row in rows if "error" in row
-    ]
-    return "\n".join([table(columns, lines), *([""] if failed else []), *failed])
+    return [{"point": point, **{kind: _best(rows, *point, kind) for kind in _kinds(rows)}} for point in points]
 
 
 def _kinds(rows: Rows) -> dict[str, str]:
