@@ -25,6 +25,7 @@ from measuring.rows import RowFile
 from mixers_table import mixers
 from results_tables import results
 from speed_table import recommended, speed
+from training_table import training
 from vllm_table import vllm
 
 KINDS: dict[str, Callable[[Path], str]] = {
@@ -36,6 +37,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "speed": speed,
     "recommended": recommended,
     "kernels": kernels,
+    "training": training,
     "vllm": vllm,
     "data": data,
     "gpu": gpu,
