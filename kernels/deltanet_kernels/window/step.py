@@ -3,6 +3,7 @@
     q, k = rope(q), rope(k)                                                                   optional
     n = count + 1;  place = n - 1 if n <= sinks, else sinks + n % window
     o = softmax(scale q K^T) V, of capped scores with a cap, over the places whose token n sees, and the token itself
+    lse = the log-sum-exp of these scores
 
 Inside, scores and their log-sum-exp are in units of log 2.
 
@@ -12,8 +13,7 @@ count. So none reads a count that another has already moved on. The place that i
 the places; the token itself comes from k and v. It is put there at the end, so that no load waits for the count.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc, var-annotated"
-
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import math
