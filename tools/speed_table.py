@@ -42,13 +42,17 @@ def speed(path: Path) -> str:
 
 
 def recommended(path: Path) -> str:
-    """One table of 8B, of what `convert` makes beside its teacher in 16 and in 4 bits."""
-    kinds = ("teacher", "teacher4bit", "by_layer")
-    rows = [row for row in RowFile(path, KEY, head={}).rows() if row["shape"] == "8B" and row["kind"] in kinds]
-    names = " / ".join(_kinds(rows).values())
-    return table(
-        [POINT, *(Column(f"{what}: {names}", _cell, (key, *kinds)) for what, key in FIGURES.items())], _lines(rows)
-    )
+    """One table of 8B: a line for what `convert` makes and for each form of its teacher, all figures of a point in a
+    column."""
+    rows = [row for row in RowFile(path, KEY, head={}).rows() if row["shape"] == "8B"]
+    points = _lines(rows)
+    columns = [Column(f"8B: {'; '.join(FIGURES)}", lambda kind: KINDS[kind])]
+    columns += [Column("{1} x {2:,}".format(*point["point"]), _all_of, (point,)) for point in points]
+    return table(columns, ("transformers", "teacher", "teacher4bit", "by_layer"))
+
+
+def _all_of(kind: str, point: dict[str, Any]) -> str:
+    return "; ".join(_cell(point, key, kind) for key in FIGURES.values())
 
 
 def _lines(rows: Rows) -> list[dict[str, Any]]:
@@ -69,8 +73,8 @@ def _best(rows: Rows, shape: str, batch: int, context: int, kind: str) -> dict[s
     return min(found, key=lambda row: float(row["decode_ms"]), default=None)
 
 
-def _cell(line: dict[str, Any], key: str, *kinds: str) -> str:
-    return " / ".join("-" if line[kind] is None else _figure(line[kind], key) for kind in kinds)
+def _cell(line: dict[str, Any], key: str, kind: str) -> str:
+    return "-" if line[kind] is None else _figure(line[kind], key)
 
 
 def _figure(row: dict[str, Any], key: str) -> str:
