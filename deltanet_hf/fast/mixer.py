@@ -57,11 +57,11 @@ class FastMixer:
         self._k_offset = None if mixer.k_offset is None else mixer.k_offset.weight
         branch = mixer.window_branch
         bits = 16 if branch is None else branch.cache_bits
-        known = (conv is None or mixer.settings.conv_on != "k") and (branch is None or branch.learned_sinks is None)
-        self._has_prefill = known
+        of_keys_alone = conv is not None and mixer.settings.conv_on == "k"
+        self._has_prefill = not of_keys_alone and (branch is None or branch.learned_sinks is None)
         self._is_gated_delta_rule = mixer.is_gated_delta_rule
         # A step takes the `slots` of a cache too. 3 and 2 bits have no packed form.
-        self.has_step = known and bits >= 4 and self._is_gated_delta_rule
+        self.has_step = self._has_prefill and bits >= 4 and self._is_gated_delta_rule
         self._has_padded_step = self.has_step and bits == 16
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the window reads other queries and keys than the state: `prompt_inputs` then returns them too.

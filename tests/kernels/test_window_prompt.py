@@ -52,6 +52,7 @@ CASES = [
     Mixture("neither", norm="none", gate=False),
     Mixture("nothing is out of sight", places=20),
     Mixture("a reach within the places", reach=4),
+    Mixture("a reach equal to the places", reach=5),
     Mixture("heads of 64, several tiles", D=64, H=9, T=9, B=1, places=3),
     Mixture("heads of 100", D=100, H=1, B=1, places=1),
     Mixture("heads of 1", D=1, T=1, places=1, numbers="rows"),

@@ -123,9 +123,9 @@ def test_caches_may_be_rows_of_larger_tensors(step_: StepFunction, name: str) ->
         wide[name][:, : part[0].numel()] = 0
     larger = {name: y[:, :-16].view(5, *own[name].shape[1:]) for name, y in wide.items()}
     wanted, found = run(step_, x, own), run(step_, x | {"slots": slots}, larger)
-    for some, all_wanted in zip(found, wanted, strict=True):
-        assert torch.equal(some[:-1], all_wanted[:-1])
-        assert some.isfinite().all()
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one[:-1], other[:-1])
+        assert one.isfinite().all()
     for name, y in larger.items():
         assert torch.equal(y[slots[:-1].long()], own[name][:-1])
         assert not y[[1, 3]].any()

@@ -16,8 +16,6 @@ the places; the token itself comes from k and v. It is put there at the end, so 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +30,7 @@ from deltanet_kernels.flash_decoding.kernels import add_tile
 from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
 from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.softcap import cap_score
-from deltanet_kernels.window.tiles import HIDDEN, LOGE2
+from deltanet_kernels.window.tiles import HIDDEN, LOG2E, LOGE2
 
 COUNT_BITS = 23  # of the 31 below the sign; the tickets have the others
 MAX_PROGRAMS = 2 ** (31 - COUNT_BITS) - 1  # per row
@@ -68,7 +66,7 @@ def turned(
 
 @triton.jit
 def step_kernel(
-    q, k, v, keys, values, numbers, count, padding, cos, sin, o, lse, slots, factor,
+    q, k, v, keys, values, numbers, count, padding, cos, sin, o, lse, slots, scale,
     HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PADDING: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr,
     ROPE_ROWS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, KEYS_ROW: tl.constexpr,
@@ -106,6 +104,7 @@ def step_kernel(
     keys += pair * (PLACES * D)
     values += pair * (PLACES * D)
     numbers += b * PLACES
+    factor = scale * LOG2E if CAP is None else scale / CAP
     top = cap_score(tl.sum(q_MD * k_D[None, :], axis=1) * factor, CAP)
     total = tl.full([BM], 1.0, tl.float32)
     sums = tl.zeros([BM, BD], tl.float32) + v_D.to(tl.float32)[None, :]
@@ -147,8 +146,7 @@ def window_step_op_(
     dense = [None if x is None else x.contiguous() for x in (padding, cos, sin)]
     launch(
         step_kernel, B * HK,
-        q, k, v, keys, values, numbers, count, *dense, o, lse, slots,
-        scale * math.log2(math.e) if softcap is None else scale / softcap,
+        q, k, v, keys, values, numbers, count, *dense, o, lse, slots, scale,
         HK=HK, GROUP=HQ // HK, D=D, WINDOW=window, SINKS=sinks, BM=power_of_two(HQ // HK), BN=config.N, BD=config.D,
         PADDING=padding is not None, CAP=softcap, R=0 if cos is None else cos.shape[2],
         ROPE_ROWS=cos is not None and cos.shape[0] > 1, Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, KEYS_ROW=row_size(keys),
