@@ -240,7 +240,7 @@ class PromptAttentionCall(NamedTuple):
         k, v: keys and values [B, T, HK, D], dtype of q.
         keys, values: the other form of the N = (T - 1) // 32 groups before the last token, [B, N * 32, HK, D], dtype
             of q; the first four tokens as in k and v.
-        window, scale, softcap: as for `window_attention`.
+        window, scale, softcap, edge: as for `window_attention`.
         sinks: as for `window_attention`, at most 4.
 
     Returns:
@@ -260,3 +260,4 @@ class PromptAttentionCall(NamedTuple):
     sinks: int
     scale: float
     softcap: float | None = None
+    edge: int = 1

@@ -320,28 +320,30 @@ def pack_prompt_triton(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, T
     return PackedKeyValues(*cache, call.key_order), keys, values  # type: ignore[call-arg]
 
 
-def _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap):
+def _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap, edge):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_prompt_attention)
 def prompt_attention_op(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, sinks: int, scale: float,
-    softcap: float | None,
+    softcap: float | None, edge: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
     window, sinks = reach_within(window, sinks, q.shape[1])
-    return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), window, sinks, EVERYTHING, scale, softcap)
+    rest = window, sinks, EVERYTHING, scale, softcap
+    return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), *rest, edge=edge)
 
 
 def _prompt_attention(
-    q, k, v, keys, values, window, sinks, limit, scale, softcap, old=None, tokens=(None, None), starts=None, longest=0
+    q, k, v, keys, values, window, sinks, limit, scale, softcap, old=None, tokens=(None, None), starts=None, longest=0,
+    edge=1,
 ):
     """As `prompt_attention_op`, of contiguous keys and values; further arguments as for `_pack_prompt`."""
     (q, k, v), strides = strided(q, k, v)
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     config = window_config("forward", D, sinks, q.dtype)
-    o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap)
+    o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap, edge)
     lengths, held = (None, 0) if old is None else (old.lengths, old.groups)
     if starts is not None:
         B, T = len(old.lengths), longest
@@ -349,13 +351,13 @@ def _prompt_attention(
         prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
         q, k, v, keys, values, *tokens, lengths, starts, o, lse, T, window, limit, held, keys.shape[1], scale, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, STAGES=config.stages, CAP=softcap,
-        PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
+        PRECISION=product_precision("auto", q.dtype), EDGE=edge, num_warps=config.warps,
     )  # fmt: skip
     return o, lse
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.window, ctx.sinks, ctx.scale, ctx.softcap = inputs
+    *tensors, ctx.window, ctx.sinks, ctx.scale, ctx.softcap, ctx.edge = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -365,8 +367,9 @@ def _backward(ctx, do, dlse):
     if do is None:
         do = torch.zeros_like(o)
     reach = ctx.window, ctx.sinks, ctx.scale, ctx.softcap
-    grads = window_backward(do, dlse, q, k, v, o, lse, None, *reach, keys.contiguous(), values.contiguous(), GROUP)
-    return *grads, None, None, None, None, None, None
+    seen = keys.contiguous(), values.contiguous()
+    grads = window_backward(do, dlse, q, k, v, o, lse, None, *reach, *seen, GROUP, ctx.edge)
+    return *grads, None, None, None, None, None, None, None
 
 
 gradient("prompt_attention_op", _backward, _setup_context)

@@ -140,14 +140,14 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     group. Elsewhere, attention to the other form of all tokens comes first; then, within each group, its terms are
     exchanged for those of k and v.
     """
-    q, k, v, *others, window, sinks, scale, softcap = call
+    q, k, v, *others, window, sinks, scale, softcap, edge = call
     length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     if window < length and by_flash(q, k, v, softcap) and not torch.compiler.is_compiling():
         q, k, v, keys, values = (x.to(wide) for x in (q, k, v, *others))
-        o, lse = flash_attention(q, keys, values, window, sinks, scale, (k, v, GROUP))
+        o, lse = flash_attention(q, keys, values, window, sinks, scale, (k, v, GROUP), edge)
         return o.to(call.q.dtype), lse
     keys, values = (_rounded(x, y) for x, y in zip((k, v), others, strict=True))
-    near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap)
+    near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap, edge)
     padded = -length % GROUP
 
     def grouped(x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     total = F.pad(lse, (0, 0, 0, padded)).unflatten(1, (-1, GROUP)).unflatten(3, (k.shape[2], -1)).unsqueeze(-1)
     places = torch.arange(GROUP, device=q.device)
     distance = places[:, None] - places
-    unseen = ((distance < 0) | (distance >= window))[:, None, None, :]  # or sinks, which are exact anyway
+    unseen = ((distance < 0) | (places[:, None] // edge * edge - places >= window))[:, None, None, :]  # or sinks, which are exact anyway
     own: Tensor = queries.new_zeros(())
     weight: Tensor = queries.new_zeros(())
     for sign, some_keys, some_values in ((1, k, v), (-1, keys, values)):
