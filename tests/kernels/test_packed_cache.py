@@ -365,7 +365,7 @@ def test_the_operators_are_registered_consistently() -> None:
     cache = empty(k, 1, 4, order)
     for t in range(40):
         packed_step_(*(x[:, :, t : t + 1].transpose(1, 2) for x in (q, k, v)), cache)
-    torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None))
+    torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None, 32))
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4, order))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     torch.library.opcheck(launches.round_tokens_op.op, tuple(x.clone().requires_grad_() for x in (k, v)))
@@ -374,10 +374,10 @@ def test_the_operators_are_registered_consistently() -> None:
     torch.library.opcheck(launches.prompt_attention_op.op, (*leaves, k[:, :32], v[:, :32], 20, 4, 0.2, None, 32))
     new = [x[:, 5:8] for x in (q, k, v)]
     rest = (*cache, 1, 64, 4, 64, 0.2, None)
-    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, None, 0))
-    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, torch.tensor([0, 3], device=DEVICE), 3))
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, None, 0, 32))
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, torch.tensor([0, 3], device=DEVICE), 3, 1))
     new = [x[:, :1] for x in (q, k, v)]
-    torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
+    torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None, None, None, 32))
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4, 3])

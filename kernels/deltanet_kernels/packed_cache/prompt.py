@@ -205,7 +205,8 @@ def prompt_attention_kernel(
         at = (TOKENS - GROUP - begun * GROUP) * D
         for start in tl.range(position // GROUP * GROUP, before, BN, num_stages=1):
             j = start + tl.arange(0, BN)
-            seen = in_window(i[:, None], j[None, :], window, EDGE) & (j < before)[None, :] & (j[None, :] >= own[:, None])
+            seen = in_window(i[:, None], j[None, :], window, EDGE) & (j < before)[None, :]
+            seen = seen & (j[None, :] >= own[:, None])
             top, total, sums = attend_tile(
                 q_MD, old_keys + at, old_values + at, j, seen, top, total, sums, D, D, before, d, factor, D, CAP,
                 PRECISION,
@@ -234,7 +235,8 @@ def prompt_attention_kernel(
             top, total, sums = attend_tile(
                 q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
             )
-    for start in tl.range(tl.maximum(position // EDGE * EDGE - window + 1, base), (end - 1) // GROUP * GROUP, BN, num_stages=STAGES):
+    first = tl.maximum(position // EDGE * EDGE - window + 1, base)
+    for start in tl.range(first, (end - 1) // GROUP * GROUP, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window, EDGE) & (j[None, :] < own[:, None])
         partly = is_partly_seen(start, position, position // GROUP * GROUP, window, BM, BN)
