@@ -16,7 +16,6 @@ Short prompts are recorded, too.
     graphed_step.py       the recorded step for other loops than `generate`
     compiled_forward.py   torch.compile's form of a model, which `graphed_step` can record instead
     fixed_cache.py        the tensors of a cache at addresses that stay
-    fixed_key_values.py   growing keys and values in a fixed number of places, and their masks
 
 Recurrent states and windows have one size at any length, so one recording serves all positions. The keys and values of
 kept softmax layers get more places than there are tokens; where they run out, the step is recorded again.

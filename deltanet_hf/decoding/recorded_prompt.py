@@ -8,7 +8,6 @@ of the prompt would take as many launches as all of it.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +25,7 @@ from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.fast.reasons import reason_of_call
 from deltanet_hf.mixers.attention.single_query import UNMASKED, attending_by
 from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.cache.history import History
-from deltanet_hf.mixers.cache.mixed_cache import ConstantMixedCacheLayer, MixedCacheLayer
-from deltanet_hf.mixers.cache.packed_reach import PACKED
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_kernels.packed_cache.layout import GROUP
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
 logger = logging.get_logger(__name__)
 
@@ -172,7 +167,9 @@ class _Copies:
         self._pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
 
     def of(self, x: Tensor) -> Tensor:
-        """A tensor that `fill` makes a copy of x."""
+        """A contiguous tensor that is a copy of x, after `fill` at the latest."""
+        if not x.is_contiguous():  # the first tokens alone
+            return x.clone(memory_format=torch.contiguous_format)
         own, others = self._pairs[x.dtype]
         own.append(torch.empty_like(x))
         others.append(x)
@@ -186,32 +183,6 @@ class _Copies:
 def _layers_after(cache: Cache, tokens: int) -> list[Any]:
     """The layers of a cache that holds the first `tokens` tokens of a recorded one."""
     copies = _Copies()
-    layers = [_layer_after(layer, tokens, copies) for layer in cache.layers]
+    layers = [as_cache_layer(layer).after(tokens, copies.of) for layer in cache.layers]
     copies.fill()
     return layers
-
-
-def _layer_after(layer: Any, tokens: int, copies: _Copies) -> Any:
-    """The states of `layer` are those after the tokens already; growing keys and values are those of all tokens."""
-    if isinstance(layer, MixedCacheLayer):
-        parts = {name: _layer_after(part, tokens, copies) for name, part in layer.parts.items()}
-        growing = next((name for name, part in layer.parts.items() if part is layer.growing), None)
-        return ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)
-    made = copy.copy(layer)
-    if isinstance(layer, MixerCacheLayer):
-        groups = max(0, tokens - 1) // GROUP
-        made.history, made.tokens_seen = History(), tokens
-        made.state = {
-            name: _first(x, groups) if layer.grows and name in PACKED else copies.of(x)
-            for name, x in layer.state.items()
-        }
-        return made
-    made.keys, made.values = _first(layer.keys, tokens), _first(layer.values, tokens)
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        made.cumulative_length = tokens
-    return made
-
-
-def _first(x: Tensor, count: int) -> Tensor:
-    """A copy of the first places of x [B, H, S, ...]."""
-    return x[:, :, :count].clone(memory_format=torch.contiguous_format)

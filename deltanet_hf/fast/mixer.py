@@ -51,7 +51,7 @@ class FastMixer:
 
     def __init__(self, mixer: Mixer, may_move: bool) -> None:
         self.layer: Any = _with_fast_parts(mixer, may_move)
-        self.settings = mixer.settings
+        self.settings, self.cache_class = mixer.settings, mixer.cache_class
         conv = mixer.conv1d
         self._conv_weight = None if conv is None else conv.weight.detach().squeeze(1)
         self._k_offset = None if mixer.k_offset is None else mixer.k_offset.weight

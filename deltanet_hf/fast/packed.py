@@ -108,7 +108,8 @@ class FastPacked:
             found = cache.layers[index]
         parts = list(found.parts.values()) if isinstance(found, MixedCacheLayer) else [found]
         fit = len(parts) == len(self._branches) and all(
-            type(part) is MixerCacheLayer and (not part.state or "key_codes" in part.state) for part in parts
+            type(part) is branch.cache_class and (not part.state or "key_codes" in part.state)
+            for branch, part in zip(self._branches, parts, strict=False)
         )
         return parts if fit else []
 
@@ -167,6 +168,5 @@ def _attended(
     held = PackedTokens(branch.kept, {}, None, keep_state=cache is not None, prompt_length=prompt_length)
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
     if cache is not None:
-        cache.grows = branch.kept.window is None
         cache.advance(q.shape[1], held.state)
     return output.flatten(2)

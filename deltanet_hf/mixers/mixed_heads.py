@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.head_split import narrow_attention, narrow_weights
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.cache.state import TensorShape
@@ -174,9 +173,9 @@ class MixedHeads(LayerKind, nn.Module):
         self._cache_layer(cache)
 
     def _cache_layer(self, cache: Cache) -> MixedCacheLayer:
-        branches = self.branches.items()  # softmax heads may have been put under a window
-        own = (LayerKind, PackedSoftmax)  # softmax heads that keep their part of the cache themselves
-        constant = [kind for kind, branch in branches if kind != "softmax" or isinstance(branch, own)]
+        # Softmax heads have a class where they keep their part of the cache themselves: packed, or under a window.
+        classes = {kind: getattr(branch, "cache_class", None) for kind, branch in self.branches.items()}
+        constant = {kind: own for kind, own in classes.items() if own is not None}
         growing = next((kind for kind in self.kinds if kind not in constant), None)
         return mixed_cache_layer(cache, self.layer_idx, constant, growing)
 

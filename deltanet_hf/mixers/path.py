@@ -81,7 +81,8 @@ class RelaxedPath(AttentionKind):
 
     def _state_in(self, cache: Cache) -> MixerCacheLayer:
         """The state's part of a cache, beside the key/value layer."""
-        part: MixerCacheLayer = mixed_cache_layer(cache, self.layer_idx, ("state",), "softmax").parts["state"]
+        constant = {"state": self.cache_class}
+        part: MixerCacheLayer = mixed_cache_layer(cache, self.layer_idx, constant, "softmax").parts["state"]
         return part
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:

@@ -102,7 +102,7 @@ class WindowAttention(LayerKind):
             _ = self.kept
 
     def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx, self.name)
+        cache_layer(cache, self.layer_idx, self.name, self.cache_class)
 
     @property
     def full_title(self) -> str:

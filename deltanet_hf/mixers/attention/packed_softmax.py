@@ -17,8 +17,10 @@ from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.packed_cache import PackedCacheLayer
 from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -34,7 +36,12 @@ class PackedSoftmax:
 
     def place_cache(self, cache: Cache) -> None:
         """As in `LayerKind`."""
-        cache_layer(cache, self.layer_idx, self.name)
+        cache_layer(cache, self.layer_idx, self.name, self.cache_class)
+
+    @property
+    def cache_class(self) -> type[MixerCacheLayer]:
+        """As in `LayerKind`: a family's own sliding window bounds what is kept."""
+        return PackedCacheLayer if self.kept.window is None else MixerCacheLayer
 
     @property
     def kept(self) -> PackedReach:
@@ -99,8 +106,6 @@ def call_packed(
         pages=None if cache is None else cache.pages,
     )
     output, _ = family(attention_mask=None, call=held, **{CACHE: None if cache is None else held}, **inputs)
-    if cache is not None:
-        cache.grows = kept.window is None
     if cache is not None and held.state is cache.state:
         cache.count(1)
     elif cache is not None:

@@ -15,6 +15,11 @@ NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "valu
 PACKED = NAMES[:4]  # those with a dimension of groups, the third
 
 
+def groups_before(tokens: int) -> int:
+    """The groups that are complete before the last of `tokens` tokens: packed, where all are kept."""
+    return max(0, tokens - 1) // GROUP
+
+
 @dataclass(frozen=True)
 class PackedReach:
     """The part of a sequence that a cache keeps, and the part of that which a query sees.
@@ -53,7 +58,7 @@ class PackedReach:
 
     def groups(self, tokens: int) -> int:
         """N: the packed groups after `tokens` tokens."""
-        return max(0, tokens - 1) // GROUP if self.window is None else -(-(self.window - 1) // GROUP)
+        return groups_before(tokens) if self.window is None else -(-(self.window - 1) // GROUP)
 
     def shapes(self, heads: int, size: int, tokens: int) -> dict[str, TensorShape]:
         """The tensors of one sequence after `tokens` tokens."""

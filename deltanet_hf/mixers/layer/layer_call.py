@@ -41,7 +41,7 @@ class LayerCall:
             ValueError: a mask that cannot be read, packed sequences together with a cache, or a cache that a layer of
                 another kind has filled.
         """
-        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name)
+        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name, layer.cache_class)
         seen = 0 if part is None else part.get_seq_length()
         return cls(part, padding_in(attention_mask, padding, length, seen), boundaries_in(cu_seq_lens_q, length, part))
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.state import TensorShape
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
 PositionEmbeddings = tuple[Tensor, Tensor]
@@ -73,6 +73,9 @@ class LayerKind:
     def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
         """The layer that takes the place of `attention`, the module that the family's own constructor made."""
         raise NotImplementedError
+
+    cache_class: ClassVar[type[MixerCacheLayer]] = MixerCacheLayer
+    """The class of its part of a cache."""
 
     def place_cache(self, cache: Cache) -> None:
         """Make this layer's part of `cache`, which its first call makes otherwise; key/value layers exist already."""

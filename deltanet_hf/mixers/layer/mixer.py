@@ -192,7 +192,7 @@ class Mixer(LayerKind, nn.Module):
                 _ = self.window_branch.kept
 
     def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx, self.name)
+        cache_layer(cache, self.layer_idx, self.name, self.cache_class)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         shapes = self.recurrent_shapes()
