@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -20,7 +21,7 @@ from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.packed_cache import PackedCacheLayer
 from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -32,6 +33,7 @@ class PackedSoftmax:
     name = "packed softmax"
     cache_bits: int
     layer_idx: int
+    head_dim: int
     config: Any
 
     def place_cache(self, cache: Cache) -> None:
@@ -48,6 +50,10 @@ class PackedSoftmax:
         """The part of a sequence that the layer keeps."""
         family_window = sliding_window(self.config.whole, self.layer_idx)
         return PackedReach.of(self.cache_bits, None, 0, family_window, getattr(self, "key_order", None))
+
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
+        """As in `LayerKind`, of one token: the groups that others add are not in it."""
+        return self.kept.shapes(self.config.num_key_value_heads, self.head_dim, 1)
 
     def forward(
         self,
@@ -102,8 +108,8 @@ def call_packed(
         in_place=in_place,
         lengths=call.lengths,
         cu_seqlens=call.cu_seqlens,
-        slots=None if cache is None else cache.slots,
-        pages=None if cache is None else cache.pages,
+        slots=call.slots,
+        pages=call.pages,
     )
     output, _ = family(attention_mask=None, call=held, **{CACHE: None if cache is None else held}, **inputs)
     if cache is not None and held.state is cache.state:

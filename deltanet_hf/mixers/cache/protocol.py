@@ -120,4 +120,5 @@ class CacheLayer:
 
 def leading(x: Tensor, shape: Sequence[int]) -> Tensor:
     """The first entries of x [B, ...] in each dimension but the batch, as many as `shape` has; not copied."""
-    return x[(slice(None), *map(slice, shape))]
+    places = (slice(None), *map(slice, shape))
+    return x[places]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,11 +40,6 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
         self.record_past = False
         self.history = History()
         self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
-        # For servers. Tokens of each sequence packed into the one row of a first call; each gets a row of the state.
-        self.lengths: Sequence[int] | None = None
-        # The rows of the tensors of `state` in which a step finds its B sequences, as for `packed_step_`.
-        self.slots: Tensor | None = None  # [B] int32
-        self.pages: Tensor | None = None  # [B, M] int32, those of packed groups that lie in pages of their own
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0
         self.device: torch.device | None = None  # type: ignore[assignment]
