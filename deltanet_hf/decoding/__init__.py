@@ -9,8 +9,10 @@ Short prompts are recorded, too.
     --------------------  ------------------------------------------------------------------------------
     generation.py         where `generate` is entered, and the callable that stands for the model's forward
     obstacles.py          the reasons for decoding without a graph
-    recorded_step.py      inputs and outputs of the step, its recording, and the recordings of each model
+    recorded_step.py      inputs and outputs of the step, and its recording
     recorded_prompt.py    the same for short prompts
+    prompts.py            which prompts are read by a recording
+    recordings.py         the recordings of each model
     recorders.py          how a device records work; the tests add a recorder for CPUs
     served.py             the same for softmax models
     graphed_step.py       the recorded step for other loops than `generate`
@@ -21,7 +23,7 @@ Recurrent states and windows have one size at any length, so one recording serve
 kept softmax layers get more places than there are tokens; where they run out, the step is recorded again.
 """
 
-from deltanet_hf.decoding.recorded_step import decoded_by, forget_graphs
+from deltanet_hf.decoding.recordings import decoded_by, forget_graphs
 from deltanet_hf.decoding.served import serve
 
 __all__ = ["decoded_by", "forget_graphs", "serve"]

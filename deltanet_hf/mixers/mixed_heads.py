@@ -35,6 +35,9 @@ BRANCHES: tuple[Head, ...] = get_args(Head)
 class MixedHeadsSettings(MixerSettings):
     """Which kind each key/value head is of, and the settings of the kinds."""
 
+    mixers: ClassVar[Mapping[str, type[LayerKind]]]
+    """`MIXERS`, which has a row for mixed heads and sets this."""
+
     heads: tuple[Head, ...]  # one per key/value head
     window: int = 64  # of the heads that are windows
     sinks: int = 4
@@ -81,9 +84,7 @@ class MixedHeadsSettings(MixerSettings):
 
 
 def _linear_mixer(name: Any, where: str) -> type[Mixer]:
-    from deltanet_hf.mixers import MIXERS  # here, because the table has a row for mixed heads
-
-    known = {name: kind for name, kind in MIXERS.items() if issubclass(kind, Mixer)}
+    known = {name: kind for name, kind in MixedHeadsSettings.mixers.items() if issubclass(kind, Mixer)}
     check_choice(where, "linear_mixer", name, tuple(known))
     return known[name]
 

@@ -44,11 +44,10 @@ class LayerCall:
                 another kind has filled.
         """
         boundaries = boundaries_in(cu_seq_lens_q, length, cache)
-        view = cache if isinstance(cache, CacheView) else None
-        if view is not None:
-            part: MixerCacheLayer | None = view.layer
-        else:
-            part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name, layer.cache_class)
+        view: CacheView | None = None
+        if isinstance(cache, CacheView):
+            view, cache = cache, cache.layer
+        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name, layer.cache_class)
         seen = 0 if part is None else part.get_seq_length()
         return cls(part, padding_in(attention_mask, padding, length, seen), boundaries, view)
 
