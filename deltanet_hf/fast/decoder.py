@@ -18,12 +18,10 @@ from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
 from deltanet_hf.fast.packed import NORMS, FastPacked, is_packed
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import cache_in
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.window import WindowAttention
 
 
 class Norms(NamedTuple):
@@ -111,7 +109,7 @@ class FastLayer:
     @property
     def takes_prompt_length(self) -> bool:
         """See `FastDecoder`."""
-        return _takes_prompt_length(self._attention)
+        return bool(getattr(self._attention, "takes_prompt_length", True))
 
     def __call__(self, hidden_states: Tensor | Sum, **call: Any) -> Sum:
         """Hidden states [B, T, hidden], or a sum that gives them -> the sum that gives those of the next layer."""
@@ -137,18 +135,10 @@ class FastLayer:
         return Sum(x if self._multiplier is None else x * self._multiplier, residual)
 
 
-def _takes_prompt_length(attention: Any) -> bool:
-    if isinstance(attention, MixedHeads):
-        return all(map(_takes_prompt_length, attention.branches.values()))
-    if isinstance(attention, WindowAttention):
-        return attention.cache_bits == 16
-    if isinstance(attention, (FastMixer, FastPacked)):
-        return attention.takes_prompt_length
-    return not isinstance(attention, (LayerKind, PackedSoftmax, LinearAttention))
-
-
 class LinearAttention:
     """A layer of Qwen3.5's name and signature, for which transformers drops the mask of a single token."""
+
+    takes_prompt_length = False
 
     def __init__(self, mixer: Mixer, may_move: bool) -> None:
         self._mixer = FastMixer(mixer, may_move)

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_kind import branches_of
@@ -77,8 +75,6 @@ class FastPacked:
         """As the attention's forward; `prompt_length` as in `FastDecoder`."""
         length = hidden_states.shape[1]
         cache = given_cache(past_key_values, kwargs)
-        if length > 1 and isinstance(cache, Cache):
-            self._plain.place_cache(cache)
         parts = self._parts(cache)
         if parts and all(part is None or _is_simple(part, length) for part in parts):
             seen = 0 if parts[0] is None else parts[0].get_seq_length()
@@ -97,20 +93,10 @@ class FastPacked:
 
     def _parts(self, cache: Any) -> Sequence[MixerCacheLayer | None]:
         """The layer's part of a cache, or None without one, for each branch; empty if the cache is of another kind."""
-        index = self._branches[0].layer_idx
         if cache is None:
             return [None] * len(self._branches)
-        if isinstance(cache, MixerCacheLayer):
-            found: Any = cache
-        elif len(cache.layers) <= index:
-            return []
-        else:
-            found = cache.layers[index]
-        parts = list(found.parts.values()) if isinstance(found, MixedCacheLayer) else [found]
-        fit = len(parts) == len(self._branches) and all(
-            type(part) is branch.cache_class and (not part.state or "key_codes" in part.state)
-            for branch, part in zip(self._branches, parts, strict=False)
-        )
+        parts = list(self._plain.place_cache(cache).parts.values())
+        fit = all(part.unmovable is None and (not part.state or "key_codes" in part.state) for part in parts)
         return parts if fit else []
 
     def _output(

@@ -170,10 +170,11 @@ class MixedHeads(LayerKind, nn.Module):
     def new_parts(self) -> list[nn.Module]:
         return [] if self.linear is None else [self.linear]
 
-    def place_cache(self, cache: Cache) -> None:
-        self._cache_layer(cache)
+    @property
+    def takes_prompt_length(self) -> bool:  # type: ignore[override]
+        return all(getattr(branch, "takes_prompt_length", True) for branch in self.branches.values())
 
-    def _cache_layer(self, cache: Cache) -> MixedCacheLayer:
+    def place_cache(self, cache: Cache) -> MixedCacheLayer:
         # Softmax heads have a class where they keep their part of the cache themselves: packed, or under a window.
         classes = {kind: getattr(branch, "cache_class", None) for kind, branch in self.branches.items()}
         constant = {kind: own for kind, own in classes.items() if own is not None}
@@ -206,7 +207,7 @@ class MixedHeads(LayerKind, nn.Module):
         parts: dict[str, Any] = dict.fromkeys(branches)
         cache = given_cache(past_key_values, kwargs)
         if cache is not None:
-            layer = self._cache_layer(cache)
+            layer = self.place_cache(cache)
             parts |= layer.parts
             for kind, part in layer.parts.items():
                 if part is layer.growing:  # the family's attention calls `Cache.update`, which also offloads

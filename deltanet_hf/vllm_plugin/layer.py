@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from deltanet_hf.fast.mixer import FastMixer
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.cache.view import CacheView
@@ -37,10 +36,10 @@ def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
         vllm_config: vLLM's settings.
     """
     kind: Any
-    if isinstance(layer, PackedSoftmax):
-        kind = PackedLayer if layer.kept.window is None else StateLayer
+    if layer.cache_class.grows:
+        kind = PackedLayer
     else:
-        kind = GrowingLayer if layer.growing_heads else StateLayer
+        kind = GrowingLayer if getattr(layer, "growing_heads", 0) else StateLayer
     made: ServedLayer = kind(layer, name, vllm_config)
     return made
 
@@ -142,8 +141,7 @@ class StateLayer(ServedLayer):
     def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
         pages, cache = steps[self.name].pages[: len(x)], MixerCacheLayer()
         cache.is_initialized = True
-        in_pages = self.form.has_step if isinstance(self.form, FastMixer) else self.form.cache_bits < 16
-        if in_pages:
+        if self.form.has_step:
             cache.state = self.states.tensors
             return called(self.form, CacheView(cache, pages), x, position_embeddings)
         cache.state = self.states.load(pages)

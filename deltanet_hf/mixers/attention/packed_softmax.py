@@ -31,14 +31,16 @@ class PackedSoftmax:
     """Stands before the family's class (`paired_class`), so that `super().forward` is the family's attention."""
 
     name = "packed softmax"
+    takes_prompt_length = False
+    has_step = True  # as in `WindowAttention`
     cache_bits: int
     layer_idx: int
     head_dim: int
     config: Any
 
-    def place_cache(self, cache: Cache) -> None:
+    def place_cache(self, cache: Cache) -> MixerCacheLayer:
         """As in `LayerKind`."""
-        cache_layer(cache, self.layer_idx, self.name, self.cache_class)
+        return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
 
     @property
     def cache_class(self) -> type[MixerCacheLayer]:

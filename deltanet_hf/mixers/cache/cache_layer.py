@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.cache.static_state import StaticMixerCacheLayer
@@ -60,7 +60,7 @@ def new_layer(cache: Cache, kind: type[MixerCacheLayer], owner: str | None = Non
     The length of a static cache is the longest of its layers: those with sliding windows are shorter than the sequence.
     """
     others = cache.layers
-    lengths = [other.max_cache_len for other in others if isinstance(other, StaticLayer)]
+    lengths = [getattr(other, "max_cache_len", 0) for other in others]
     lengths += [getattr(other, "static_length", 0) for other in others]
     if not any(lengths):
         return kind(owner)

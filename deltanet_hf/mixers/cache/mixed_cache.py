@@ -27,7 +27,11 @@ class MixedCacheLayer(CacheLayer, CacheLayerMixin):
 
     def __init__(self, parts: dict[str, Any], growing: str | None = None) -> None:
         self.keys = self.values = None
-        self.parts, self._growing = parts, growing
+        self._parts, self._growing = parts, growing
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return self._parts
 
     @property
     def growing(self) -> Any:
@@ -138,11 +142,11 @@ class MixedCacheLayer(CacheLayer, CacheLayerMixin):
         return {name: part.room(tokens, places) for name, part in self._held.items()}
 
     def fix(self, room: dict[str, Any], tokens: int) -> MixedCacheLayer:
-        self.parts = {name: part.fix(room[name], tokens) for name, part in self._held.items()}
+        self._parts = {name: part.fix(room[name], tokens) for name, part in self._held.items()}
         return self
 
     def release(self, tokens: int, copied: bool) -> MixedCacheLayer:
-        self.parts = {name: part.release(tokens, copied) for name, part in self._held.items()}
+        self._parts = {name: part.release(tokens, copied) for name, part in self._held.items()}
         return self
 
     def changed(self, number: int) -> Iterable[Tensor]:

@@ -192,8 +192,8 @@ class Mixer(LayerKind, nn.Module):
             if bits < 16:
                 _ = self.window_branch.kept
 
-    def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx, self.name, self.cache_class)
+    def place_cache(self, cache: Cache) -> MixerCacheLayer:
+        return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         shapes = self.recurrent_shapes()
