@@ -17,11 +17,9 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.fast.packed import NORMS, FastPacked, is_packed
+from deltanet_hf.fast.packed import QKV, FastPacked, is_packed
 from deltanet_hf.mixers.cache.argument import cache_in
-from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 
 class Norms(NamedTuple):
@@ -151,7 +149,7 @@ class LinearAttention:
         return self._mixer(hidden_states, None, attention_mask, cache_in(call), call.get("cu_seq_lens_q"), padding)
 
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER = (QKV, ("gate_proj", "up_proj"))
 """Names of linear layers with one input, in attention and in feed-forward blocks."""
 
 
@@ -174,14 +172,4 @@ def fast_part(module: nn.Module, may_move: bool) -> Any:
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
     """The stand-in of a layer's attention."""
-    if not is_packed(attention):
-        return fast_part(attention, may_move)
-    branches, names = list(branches_of(attention).values()), TOGETHER[0]
-    joint = joint_linears([getattr(branch, name) for branch in branches for name in names], may_move)
-    parts = []
-    for number, branch in enumerate(branches):
-        norms = {name: FastNorm(getattr(branch, name)) for name in NORMS if hasattr(branch, name)}
-        parts.append(copied(branch, **dict(zip(names, joint[3 * number :], strict=False)), **norms))
-    if isinstance(attention, MixedHeads):
-        return FastPacked(copied(attention, **dict(zip(attention.branches, parts, strict=True))))
-    return FastPacked(parts[0])
+    return FastPacked(attention, may_move) if is_packed(attention) else fast_part(attention, may_move)

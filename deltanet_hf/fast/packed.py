@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deltanet_hf.fast.joint import JointProjection
+from deltanet_hf.fast.norms import FastNorm
 from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
@@ -37,7 +39,7 @@ FAMILIES = (
 )
 """Attention of which the class says no more than: project, norms of the heads of q and k if there are any, rotate,
 attend by `scaling`, project."""
-NORMS = ("q_norm", "k_norm")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def is_packed(attention: Any) -> bool:
@@ -54,12 +56,16 @@ class FastPacked:
     """Stands for the attention in calls without gradients, with the signature of its forward.
 
     Args:
-        plain: the attention, or a copy of it with joint projections.
+        plain: the attention, which computes all other calls.
+        may_move: whether its weights may be moved, see `JointProjection`.
     """
 
-    def __init__(self, plain: Any) -> None:
+    takes_prompt_length = True
+
+    def __init__(self, plain: Any, may_move: bool) -> None:
         self._plain, self._branches = plain, list(branches_of(plain).values())
-        self.takes_prompt_length = True
+        self._project = JointProjection([getattr(one, name) for one in self._branches for name in QKV], may_move)
+        self._norms = [_norms(one) for one in self._branches]
 
     def __call__(
         self,
@@ -110,16 +116,18 @@ class FastPacked:
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
-        calls = [
-            functools.partial(_attended, branch, part, _projected(branch, x), angles, prompt_length)
-            for branch, part in zip(self._branches, parts, strict=True)
-        ]
+        outputs = iter(self._project(x))
+        calls = []
+        for branch, norms, part in zip(self._branches, self._norms, parts, strict=True):
+            q, k, v = (next(outputs).unflatten(-1, (-1, branch.head_dim)) for _ in QKV)
+            q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
+            calls.append(functools.partial(_attended, branch, part, (q, k, v), angles, prompt_length))
         if len(calls) == 1:
             return self._branches[0].o_proj(calls[0]())  # type: ignore[no-any-return]
         first, second = self._branches
-        outputs = side_by_side(calls[0], calls[1], x.device)
-        total: Tensor = first.o_proj(outputs[0])
-        total.flatten(0, 1).addmm_(outputs[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
+        attended = side_by_side(calls[0], calls[1], x.device)
+        total: Tensor = first.o_proj(attended[0])
+        total.flatten(0, 1).addmm_(attended[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
         return total
 
 
@@ -128,11 +136,10 @@ def _is_simple(part: MixerCacheLayer, length: int) -> bool:
     return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
 
 
-def _projected(branch: Any, x: Tensor) -> list[Tensor]:
-    """q, k and v [B, T, heads, D] of x [B, T, hidden], before the rotation."""
-    q, k, v = (getattr(branch, name)(x).unflatten(-1, (-1, branch.head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
-    q_norm, k_norm = (getattr(branch, name, None) for name in NORMS)
-    return [q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k), v]
+def _norms(branch: Any) -> list[FastNorm | None]:
+    """Of the heads of q and of k."""
+    norms = (getattr(branch, name, None) for name in ("q_norm", "k_norm"))
+    return [None if norm is None else FastNorm(norm) for norm in norms]
 
 
 def _attended(
