@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
 from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
-from deltanet_hf.decoding.recorded_prompt import read_prompt
-from deltanet_hf.decoding.recorded_step import RecordedStep, recordings_of
+from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding.recorded_step import RecordedStep
+from deltanet_hf.decoding.recordings import recordings_of
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.mixers.cache.argument import CACHE
 

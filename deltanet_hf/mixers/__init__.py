@@ -26,7 +26,7 @@ from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.linear import Linear
 from deltanet_hf.mixers.mesa import Mesa
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.mixers.retention import Retention
 from deltanet_hf.mixers.titans import Titans
@@ -58,6 +58,8 @@ MIXERS: dict[str, type[LayerKind]] = {
         RelaxedPath,
     )
 }
+
+MixedHeadsSettings.mixers = MIXERS
 
 WINDOW_SUFFIX = "+window"
 MIXER_NAMES = (

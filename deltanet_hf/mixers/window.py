@@ -29,7 +29,7 @@ from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, S
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.packed_reach import PackedReach
-from deltanet_hf.mixers.cache.state import TensorShape
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
@@ -101,8 +101,17 @@ class WindowAttention(LayerKind):
         if bits < 16:
             _ = self.kept
 
-    def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx, self.name)
+    def place_cache(self, cache: Cache) -> MixerCacheLayer:
+        return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
+
+    @property
+    def takes_prompt_length(self) -> bool:  # type: ignore[override]
+        return self.cache_bits == 16
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step finds its sequences by `CacheView.slots`."""
+        return self.cache_bits < 16
 
     @property
     def full_title(self) -> str:

@@ -28,7 +28,7 @@ from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.cache_bytes import QUANTISED
+from deltanet_hf.mixers.cache.key_values import QUANTISED
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.state import TensorShape
+from deltanet_hf.mixers.cache.protocol import CacheLayer, TensorShape
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
 PositionEmbeddings = tuple[Tensor, Tensor]
@@ -74,8 +75,15 @@ class LayerKind:
         """The layer that takes the place of `attention`, the module that the family's own constructor made."""
         raise NotImplementedError
 
-    def place_cache(self, cache: Cache) -> None:
-        """Make this layer's part of `cache`, which its first call makes otherwise; key/value layers exist already."""
+    cache_class: ClassVar[type[MixerCacheLayer]] = MixerCacheLayer
+    """The class of its part of a cache."""
+
+    takes_prompt_length: bool = False
+    """Whether calls take `prompt_length`, see `FastDecoder`."""
+
+    def place_cache(self, cache: Cache) -> CacheLayer | None:
+        """This layer's part of `cache`, made if there is none yet; None where it is a key/value layer."""
+        return None
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The state of one sequence, as it is kept in the cache of a model of this dtype."""

@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
+from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer.delayed_state import read_delayed
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
@@ -198,8 +199,8 @@ class Mixer(LayerKind, nn.Module):
             if bits < 16:
                 _ = self.window_branch.kept
 
-    def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx, self.name)
+    def place_cache(self, cache: Cache) -> MixerCacheLayer:
+        return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         shapes = self.recurrent_shapes()
@@ -257,7 +258,7 @@ class Mixer(LayerKind, nn.Module):
         hidden_states: Tensor,
         position_embeddings: PositionEmbeddings | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | MixerCacheLayer | None = None,
+        past_key_values: Cache | MixerCacheLayer | CacheView | None = None,
         cu_seq_lens_q: Tensor | None = None,
         padding: Tensor | None = None,
         **kwargs: Any,
