@@ -20,7 +20,7 @@ from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
 from deltanet_hf.mixers.gla import GatedLinearAttention
 from deltanet_hf.mixers.kda import KimiDeltaAttention
-from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, MixerProjections, sized_for
+from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, DELAYED, MixerProjections, sized_for
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.settings import MixerSettings
@@ -97,7 +97,8 @@ def recommended(
     if profile != "faithful":
         raise ValueError(f"profile: got {profile!r}, whose layer has no window; take the mixer {kind.name}")
     assert issubclass(kind, Mixer)
-    return kind, replace(settings, **BESIDE_WINDOW, delayed=kind.may_delay)
+    beside = BESIDE_WINDOW | (DELAYED if kind.may_delay else {})
+    return kind, replace(settings, **beside)
 
 
 __all__ = [

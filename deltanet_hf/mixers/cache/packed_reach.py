@@ -51,6 +51,7 @@ class PackedReach:
         sinks: the first tokens, at most 4, that it sees before the window too.
         family_window: the family's own window, outside of which sinks are not seen either.
         key_order: the key order of 4 bits (`PackedKeyValues`), or None.
+        edge: as for `window_attention`.
     """
 
     group_size: ClassVar[int] = GROUP  # tokens
@@ -60,6 +61,7 @@ class PackedReach:
     sinks: int = 0
     family_window: int | None = None
     key_order: Tensor | None = field(default=None, compare=False)
+    edge: int = 1
 
     @classmethod
     def of(

@@ -74,8 +74,8 @@ class MixerProjections(MixerSettings):
             raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
         check_at_least(where, "window", self.window, 0)
         check_at_least(where, "sinks", self.sinks, 0)
-        if self.delayed and not (self.window and self.rope):
-            raise ValueError(f"{where}.delayed: got true, needs a window, and rope, which the window's keys have")
+        if self.delayed and not (self.window and self.rope and not self.conv_size):
+            raise ValueError(f"{where}.delayed: got true, needs a window, rope (its keys have it) and conv_size 0")
         check_at_least(where, "output_gate_rank", self.output_gate_rank, 0)
         if self.output_gate_rank and not self.output_gate:
             got = f"{where}.output_gate_rank: got {self.output_gate_rank}"
@@ -101,6 +101,11 @@ BESIDE_WINDOW: dict[str, Any] = {
     "state_dtype": "bfloat16",
     "k_offset": False,
 }  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
+DELAYED: dict[str, Any] = {
+    "delayed": True,
+    "conv_size": 0,  # its tails cost as much as a longer window is worth (docs/results.md)
+    "state_dtype": "int8",
+}  # and where the rule can have a state of what has left the window
 
 
 WIDE = 2048  # hidden size

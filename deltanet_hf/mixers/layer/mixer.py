@@ -32,14 +32,14 @@ from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
-from deltanet_hf.mixers.layer.delayed_state import read_delayed
+from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
+from deltanet_hf.mixers.layer.delayed_state import read_rows
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels.common.heads import repeated
-from deltanet_kernels.packed_cache.layout import GROUP
 
 
 class Mixer(LayerKind, nn.Module):
@@ -209,19 +209,7 @@ class Mixer(LayerKind, nn.Module):
         if self.window_branch is not None:
             shapes |= self.window_branch.state_shapes(dtype)
             if self.window_branch.delayed:
-                shapes |= self.waiting_shapes()
-        return shapes
-
-    @torch.no_grad()
-    def waiting_shapes(self) -> dict[str, TensorShape]:
-        """What a delayed state has beside it: gates of the tokens in the window, and the steps of a state in 8 bits."""
-        assert self.window_branch is not None
-        places = self.window_branch.groups * GROUP + GROUP
-        gates = self.gates(self.q_proj.weight.new_zeros(1, 1, self.q_proj.in_features), None)
-        shapes = {f"gate_{i}": TensorShape((places, *gate.shape[2:]), torch.bfloat16) for i, gate in enumerate(gates)}
-        if self.settings.state_dtype == "int8":
-            heads, rows, _ = self.recurrent_shapes()["state"].shape
-            shapes["state_scale"] = TensorShape((heads, rows), torch.float32)
+                shapes |= waiting_shapes(self)
         return shapes
 
     def project_qkv(
@@ -282,7 +270,10 @@ class Mixer(LayerKind, nn.Module):
 
         projected = self.project(x)
         if self.window_branch is not None and self.window_branch.delayed:
-            return self.o_proj(self.delayed(x, projected, position_embeddings, call).flatten(-2)), None
+            output, new_state = delayed(self, x, projected, position_embeddings, call)
+            if call.cache is not None:
+                call.cache.advance(length, new_state)
+            return self.o_proj(output.flatten(-2)), None
         q, k, v = self.repeated(*projected)
         q, k, v, conv_tail = self.convolved(q, k, v, call)
         q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
@@ -302,34 +293,11 @@ class Mixer(LayerKind, nn.Module):
             call.cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
 
-    def delayed(
-        self,
-        x: Tensor,
-        projected: tuple[Tensor, Tensor, Tensor],
-        position_embeddings: PositionEmbeddings | None,
-        call: LayerCall,
-    ) -> Tensor:
-        """The layer's output before `o_proj` [B, T, HO, D], with a state of what has left the window.
-
-        The state gets its keys and values from the window: rotated, and rounded as the cache keeps them. Norm and gate
-        of the output are those of every mixer.
-        """
-        branch = self.window_branch
-        assert branch is not None
-        tokens = branch.tokens(x, call)
-        q, k, v = self.window_inputs(projected, position_embeddings)
-        near, lse, k, v = branch.near_and_left(q, k, v, call, tokens)
-        q, k, v, _ = self.convolved(*self.repeated(q.flatten(2), k.flatten(2), v.flatten(2)), call)
-        q, k, v = self.activated(self.split_heads(q), self.split_heads(k), self.split_heads(v))
-        inputs = MixCall(q, k, v, self.gates(x, call.padding))
-        far = self.gated_norm(self.reads(inputs), self.output_gate(x))
-        return branch.mixture(x, near, lse, far, tokens.numbers)
-
     def reads(self, call: MixCall) -> Tensor:
         """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
         branch = self.window_branch
         if branch is not None and branch.delayed:
-            return read_delayed(self.mix, call, branch.groups, branch.sinks)
+            return read_rows(self.mix, call, branch.groups, branch.sinks)[0]
         return self.mix(call)[0]
 
     def activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,10 +18,12 @@ Shapes: B batch, T tokens of a call, HQ query heads, HK key/value heads, D head 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.cache.fake_quantisation import as_kept, quantised_attention, straight_through
+from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import State, TensorShape
@@ -103,13 +105,14 @@ class WindowBranch(Part):
 
     @property
     def kept(self) -> PackedReach:
-        return PackedReach.of(self.cache_bits, self.window, self.sinks, None, getattr(self, "key_order", None))
+        order = getattr(self, "key_order", None)
+        return replace(PackedReach.of(self.cache_bits, self.window, self.sinks, None, order), edge=self.edge)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
         if self.cache_bits < 16:
             return self.kept.shapes(self.kv_heads, self.head_dim, 0)
-        return window_shapes(self.kv_heads, self.head_dim, self.window + self.sinks, dtype)
+        return window_shapes(self.kv_heads, self.head_dim, self.places + self.sinks, dtype)
 
     def forward(
         self,
@@ -163,18 +166,6 @@ class WindowBranch(Part):
             near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
         return near, lse, kept.state
 
-    def near_and_left(
-        self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The attention as `near` gives it, and keys and values [B, T, HK, D] as the state gets them from the cache."""
-        if self.cache_bits == 16:
-            return *self.attend(q, k, v, call.cu_seqlens), k, v
-        k, v, packed = as_kept(k, v, self.cache_bits, self.kept.key_order)
-        rest = self.scale, self.cache_bits, self.softcap, packed, None, self.edge
-        near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest)
-        near, lse = with_learned_sinks(near, lse, self.learned_sinks)
-        return near, lse, *(straight_through(x, seen) for x, seen in zip((k, v), packed, strict=True))
-
     def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         """The state's share [B, T, HQ] float32 of the output.
 
@@ -188,6 +179,11 @@ class WindowBranch(Part):
             dropped = torch.rand(x.shape[0], 1, 1, device=x.device) < self.dropout
             share = torch.where(dropped, 1.0, share)
         return share
+
+    @property
+    def places(self) -> int:
+        """Tokens that the window keeps, besides the sinks."""
+        return self.window + self.edge - 1
 
     @property
     def groups(self) -> int:
