@@ -124,6 +124,6 @@ class CacheLayer:
 
 
 def leading(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first entries of x [B, ...] in each dimension but the batch, as many as `shape` has; not copied."""
+    """The first entries of x [B, ...] in each dimension but the batch, as many as `shape` has: x itself, or a view."""
     places = (slice(None), *map(slice, shape))
-    return x[places]
+    return x if x.shape[1:] == torch.Size(shape) else x[places]
