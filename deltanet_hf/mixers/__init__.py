@@ -96,7 +96,8 @@ def recommended(
         return kind, settings
     if profile != "faithful":
         raise ValueError(f"profile: got {profile!r}, whose layer has no window; take the mixer {kind.name}")
-    return kind, replace(settings, **BESIDE_WINDOW)
+    assert issubclass(kind, Mixer)
+    return kind, replace(settings, **BESIDE_WINDOW, delayed=kind.may_delay)
 
 
 __all__ = [

@@ -33,12 +33,14 @@ from deltanet_hf.mixers.cache.packed_reach import held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
+from deltanet_hf.mixers.layer.delayed_state import read_delayed
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels.common.heads import repeated
+from deltanet_kernels.packed_cache.layout import GROUP
 
 
 class Mixer(LayerKind, nn.Module):
@@ -55,9 +57,14 @@ class Mixer(LayerKind, nn.Module):
 
     Settings: ClassVar[type[MixerProjections]] = MixerProjections
     rearranges_weights: ClassVar[bool] = True
+    may_delay: ClassVar[bool] = True
+    """Whether the rule can have a state of what has left the window: a token writes its own key and value once, and the
+    read depends on query and state alone."""
 
     def __init__(self, shape: AttentionShape, settings: MixerProjections, layer_idx: int) -> None:
         super().__init__()
+        if settings.delayed and not self.may_delay:
+            raise ValueError(f"delayed: got true, but the state of {self.name} reads every token as it comes")
         self.settings, self.layer_idx, self.head_dim = settings, layer_idx, shape.head_dim
         self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
         self.num_states = shape.num_v_heads
@@ -202,6 +209,20 @@ class Mixer(LayerKind, nn.Module):
             shapes["conv_tail"] = TensorShape((self.conv_channels, self.settings.conv_size - 1), dtype)
         if self.window_branch is not None:
             shapes |= self.window_branch.state_shapes(dtype)
+            if self.window_branch.delayed:
+                shapes |= self.waiting_shapes()
+        return shapes
+
+    @torch.no_grad()
+    def waiting_shapes(self) -> dict[str, TensorShape]:
+        """What a delayed state has beside it: gates of the tokens in the window, and the steps of a state in 8 bits."""
+        assert self.window_branch is not None
+        places = self.window_branch.groups * GROUP + GROUP
+        gates = self.gates(self.q_proj.weight.new_zeros(1, 1, self.q_proj.in_features), None)
+        shapes = {f"gate_{i}": TensorShape((places, *gate.shape[2:]), torch.bfloat16) for i, gate in enumerate(gates)}
+        if self.settings.state_dtype == "int8":
+            heads, rows, _ = self.recurrent_shapes()["state"].shape
+            shapes["state_scale"] = TensorShape((heads, rows), torch.float32)
         return shapes
 
     def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
@@ -269,15 +290,11 @@ class Mixer(LayerKind, nn.Module):
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
         projected = self.project(x)
+        if self.window_branch is not None and self.window_branch.delayed:
+            return self.o_proj(self.delayed(x, projected, position_embeddings, call).flatten(-2)), None
         q, k, v = self.repeated(*projected)
         q, k, v, conv_tail = self.convolved(q, k, v, call)
-        q, k, v = self.rotated(q, k, v, position_embeddings)
-        if self.k_offset is not None:
-            k = self.k_offset(k)
-        if self.settings.qk_activation == "silu":
-            q, k = F.silu(q), F.silu(k)
-        if self.settings.v_activation == "silu":
-            v = F.silu(v)
+        q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
 
         inputs = MixCall(q, k, v, self.gates(x, padding), padding, state, call.keep_state, call.cu_seqlens)
         output, new_state = self.mix(inputs if call.cu_seqlens is None else inputs.in_one_row())
@@ -293,6 +310,46 @@ class Mixer(LayerKind, nn.Module):
         if call.cache is not None:
             call.cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
+
+    def delayed(
+        self,
+        x: Tensor,
+        projected: tuple[Tensor, Tensor, Tensor],
+        position_embeddings: PositionEmbeddings | None,
+        call: LayerCall,
+    ) -> Tensor:
+        """The layer's output before `o_proj` [B, T, HO, D], with a state of what has left the window.
+
+        The state gets its keys and values from the window: rotated, and rounded as the cache keeps them. Norm and gate
+        of the output are those of every mixer.
+        """
+        branch = self.window_branch
+        assert branch is not None
+        tokens = branch.tokens(x, call)
+        q, k, v = self.window_inputs(projected, position_embeddings)
+        near, lse, k, v = branch.near_and_left(q, k, v, call, tokens)
+        q, k, v, _ = self.convolved(*self.repeated(q.flatten(2), k.flatten(2), v.flatten(2)), call)
+        q, k, v = self.activated(self.split_heads(q), self.split_heads(k), self.split_heads(v))
+        inputs = MixCall(q, k, v, self.gates(x, call.padding))
+        far = self.gated_norm(self.reads(inputs), self.output_gate(x))
+        return branch.mixture(x, near, lse, far, tokens.numbers)
+
+    def reads(self, call: MixCall) -> Tensor:
+        """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
+        branch = self.window_branch
+        if branch is not None and branch.delayed:
+            return read_delayed(self.mix, call, branch.groups, branch.sinks)
+        return self.mix(call)[0]
+
+    def activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads, D] with the keys' offset and the activations."""
+        if self.k_offset is not None:
+            k = self.k_offset(k)
+        if self.settings.qk_activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        if self.settings.v_activation == "silu":
+            v = F.silu(v)
+        return q, k, v
 
     def convolved(
         self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.cache.fake_quantisation import as_kept, quantised_attention, straight_through
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import State, TensorShape
@@ -32,6 +32,8 @@ from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
+from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.packed_cache.layout import GROUP
 from deltanet_kernels.window.cpu import attention
 
 
@@ -77,6 +79,10 @@ class WindowBranch(Part):
         self.window, self.sinks = settings.window, settings.sinks
         if shape.family_window is not None:  # the teacher's own sliding window loses the sinks too
             self.window, self.sinks = min(settings.window, shape.family_window), 0
+        # A sliding teacher sees nothing of what has left its window; there the state goes on reading all tokens.
+        self.delayed, self.edge = settings.delayed and shape.family_window is None, 1
+        if self.delayed:  # whole groups before a query's own
+            self.edge, self.window = GROUP, cdiv(self.window - 1, GROUP) * GROUP + 1
         self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None
         self.share_proj = nn.Linear(shape.hidden_size, self.heads)
         self.slopes = ShareSlopes(self.heads)
@@ -157,6 +163,18 @@ class WindowBranch(Part):
             near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
         return near, lse, kept.state
 
+    def near_and_left(
+        self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The attention as `near` gives it, and keys and values [B, T, HK, D] as the state gets them from the cache."""
+        if self.cache_bits == 16:
+            return *self.attend(q, k, v, call.cu_seqlens), k, v
+        k, v, packed = as_kept(k, v, self.cache_bits, self.kept.key_order)
+        rest = self.scale, self.cache_bits, self.softcap, packed, None, self.edge
+        near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest)
+        near, lse = with_learned_sinks(near, lse, self.learned_sinks)
+        return near, lse, *(straight_through(x, seen) for x, seen in zip((k, v), packed, strict=True))
+
     def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         """The state's share [B, T, HQ] float32 of the output.
 
@@ -171,10 +189,16 @@ class WindowBranch(Part):
             share = torch.where(dropped, 1.0, share)
         return share
 
+    @property
+    def groups(self) -> int:
+        """N: whole groups before a query's own that it sees, with a state of what has left the window."""
+        return (self.window - 1) // GROUP
+
     def unseen(self, numbers: Tensor) -> Tensor:
-        """Number of earlier tokens that the teacher's attention sees and the window does not."""
+        """Number of earlier tokens that the teacher's attention sees and the window does not; `numbers` from 1."""
         seen = numbers if self.family_window is None else numbers.clamp_max(self.family_window)
-        return (seen - self.window - self.sinks).clamp_min(0)
+        begin = (numbers - 1) // self.edge * self.edge + 1 - self.window
+        return (seen - numbers + begin - self.sinks).clamp_min(0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention within a call: w [B, T, HQ, D] and log Z [B, T, HQ] float32."""
@@ -185,9 +209,10 @@ class WindowBranch(Part):
             if cu_seqlens is not None:
                 raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
             rest = self.scale, self.cache_bits, self.softcap, None, self.kept.key_order
-            near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest)
+            near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
         else:
-            near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
+            rest = self.scale, cu_seqlens, self.softcap, self.edge
+            near, lse = window_attention(q, k, v, self.window, self.sinks, *rest)
         return with_learned_sinks(near.view(shape), lse.view(shape[:3]), self.learned_sinks)
 
     def _attend_kept(
