@@ -29,7 +29,8 @@ class JointProjection:
     def __init__(self, linears: Sequence[Any], may_move: bool) -> None:
         self._linears = linears
         self._weight = self._bias = None
-        weights, biases = ([getattr(one, name, None) for one in linears] for name in ("weight", "bias"))
+        weights: list[Any] = [getattr(one, "weight", None) for one in linears]
+        biases: list[Any] = [getattr(one, "bias", None) for one in linears]
         alike = len({(one.dtype, one.device) for one in (*weights, *biases) if one is not None}) == 1
         if len(linears) < 2 or any(type(one) is not nn.Linear for one in linears) or not alike:
             return

@@ -101,7 +101,8 @@ class FastPacked:
         """The layer's part of a cache, or None without one, for each branch; empty if the cache is of another kind."""
         if cache is None:
             return [None] * len(self._branches)
-        parts = list(self._plain.place_cache(cache).parts.values())
+        own = self._plain.place_cache(cache)
+        parts = list(getattr(own, "parts", {"": own}).values())
         fit = all(part.unmovable is None and (not part.state or "key_codes" in part.state) for part in parts)
         return parts if fit else []
 

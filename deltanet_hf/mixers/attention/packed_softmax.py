@@ -45,7 +45,8 @@ class PackedSoftmax:
     @property
     def cache_class(self) -> type[MixerCacheLayer]:
         """As in `LayerKind`: a family's own sliding window bounds what is kept."""
-        return PackedCacheLayer if self.kept.window is None else MixerCacheLayer
+        grows = sliding_window(self.config.whole, self.layer_idx) is None
+        return PackedCacheLayer if grows else MixerCacheLayer
 
     @property
     def kept(self) -> PackedReach:

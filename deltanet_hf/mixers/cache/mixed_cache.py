@@ -27,11 +27,7 @@ class MixedCacheLayer(CacheLayer, CacheLayerMixin):
 
     def __init__(self, parts: dict[str, Any], growing: str | None = None) -> None:
         self.keys = self.values = None
-        self._parts, self._growing = parts, growing
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return self._parts
+        self.parts, self._growing = parts, growing
 
     @property
     def growing(self) -> Any:
@@ -142,11 +138,11 @@ class MixedCacheLayer(CacheLayer, CacheLayerMixin):
         return {name: part.room(tokens, places) for name, part in self._held.items()}
 
     def fix(self, room: dict[str, Any], tokens: int) -> MixedCacheLayer:
-        self._parts = {name: part.fix(room[name], tokens) for name, part in self._held.items()}
+        self.parts = {name: part.fix(room[name], tokens) for name, part in self._held.items()}
         return self
 
     def release(self, tokens: int, copied: bool) -> MixedCacheLayer:
-        self._parts = {name: part.release(tokens, copied) for name, part in self._held.items()}
+        self.parts = {name: part.release(tokens, copied) for name, part in self._held.items()}
         return self
 
     def changed(self, number: int) -> Iterable[Tensor]:

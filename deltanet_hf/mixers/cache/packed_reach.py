@@ -105,3 +105,24 @@ class PackedReach:
             "value_codes": TensorShape((size, GROUP * self.bits // 8), torch.uint8),
             "value_scales": TensorShape((max(1, size // GROUP), GROUP), torch.int16),
         }
+
+
+def held_bytes(
+    heads: int,
+    size: int,
+    tokens: int,
+    bits: int,
+    dtype: torch.dtype,
+    window: int | None,
+    sinks: int,
+    family_window: int | None = None,
+) -> int:
+    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `PackedReach`.
+
+    Tensors of 16 bits are counted without the numbers of their tokens.
+    """
+    if bits < 16:
+        shapes = PackedReach.of(bits, window, sinks, family_window).shapes(heads, size, tokens)
+        return sum(shape.nbytes for shape in shapes.values())
+    seen = tokens if window is None else min(tokens, window + sinks)
+    return 2 * heads * size * dtype.itemsize * (seen if family_window is None else min(seen, family_window))

@@ -9,7 +9,7 @@ Shapes: B batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,6 @@ class CacheLayer:
     """Whether some of its tensors become larger with the tokens, without end."""
     unmovable: str | None = None
     """The name of its class, if its tensors can neither be written to a file nor take other addresses."""
-
-    @property
-    def parts(self) -> Mapping[str, Any]:
-        """What the branches of its layer keep, by their names; that of a single branch under the name ""."""
-        return {"": self}
 
     @property
     def batch_size(self) -> int:
@@ -124,6 +119,6 @@ class CacheLayer:
 
 
 def leading(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first entries of x [B, ...] in each dimension but the batch, as many as `shape` has; not copied."""
+    """The first entries of x [B, ...] in each dimension but the batch, as many as `shape` has: x itself, or a view."""
     places = (slice(None), *map(slice, shape))
-    return x[places]
+    return x if x.shape[1:] == torch.Size(shape) else x[places]

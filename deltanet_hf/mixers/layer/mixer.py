@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.packed_reach import held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
@@ -211,6 +212,14 @@ class Mixer(LayerKind, nn.Module):
             if self.window_branch.delayed:
                 shapes |= waiting_shapes(self)
         return shapes
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        branch = self.window_branch
+        if branch is None:
+            return self.state_bytes(dtype)
+        window = held_bytes(branch.kv_heads, branch.head_dim, tokens, bits, dtype, branch.window, branch.sinks)
+        shapes = self.state_shapes(dtype)
+        return window + sum(shapes[name].nbytes for name in shapes.keys() - set(branch.state_names))
 
     def project_qkv(
         self, hidden_states: Tensor, position_embeddings: PositionEmbeddings | None
