@@ -4,7 +4,7 @@
 layer keeps
 
     state, ...     the rule's state; with `state_dtype` int8 its codes, rounded once a group, and state_scale of each row
-    gate_0, ...    the gates of the tokens in the window, bfloat16: token n in the place n % 32 (N + 1)
+    gate_0, ...    the gates of the tokens in the window, bfloat16 as everywhere: token n in the place n % 32 (N + 1)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.delayed_state import (
+    as_waiting,
     by_number,
     read_leaving,
     read_only,
@@ -59,7 +60,7 @@ def delayed(
         return reordered(output, place), {}
     branch = mixer.window_branch
     assert branch is not None
-    tokens, gates = branch.tokens(x, call), mixer.gates(x, call.padding)
+    tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(x, call.padding)))
     q, k, v = mixer.window_inputs(projected, position_embeddings)  # type: ignore[arg-type]
     left = leaving(branch, q, k, v, call, tokens)
     numbers = tokens.numbers.long().expand(len(x), -1) - 1

@@ -130,6 +130,11 @@ def read_only(mix: Mix, q: Tensor, nothing: Tensor, gates: tuple[Tensor, ...], s
     return mix(MixCall(q, nothing, nothing, still, None, state))[0]
 
 
+def as_waiting(gate: Tensor) -> Tensor:
+    """A gate rounded as it waits, to bfloat16, with its own dtype and gradients."""
+    return gate + (gate.bfloat16().to(gate.dtype) - gate).detach()
+
+
 def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Tensor:
     """The gates [B, M, ...] of the last M = `places` tokens, token n in the place n % M; bfloat16.
 
