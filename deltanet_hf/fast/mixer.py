@@ -7,8 +7,8 @@ window, three its attention, its cache and the mixture. Of a step of the gated d
 everything between the projections and the window, another (three in 8 or 4 bits) attends in the window at the same
 time, and one mixes. A step of another rule is computed as a prompt of one token.
 
-All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
-other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
+All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: states of what has left a window,
+padded prompts, padded steps of other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
 padded steps and all steps of other rules, in 3 or 2 bits every step.
 """
 
@@ -59,7 +59,8 @@ class FastMixer:
         branch = mixer.window_branch
         bits = 16 if branch is None else branch.cache_bits
         of_keys_alone = conv is not None and mixer.settings.conv_on == "k"
-        self._has_prefill = not of_keys_alone and (branch is None or branch.learned_sinks is None)
+        has_kernels = branch is None or (branch.learned_sinks is None and not branch.delayed)
+        self._has_prefill = not of_keys_alone and has_kernels
         self._is_gated_delta_rule = mixer.is_gated_delta_rule
         # A step takes the `slots` of a server's cache too. 3 and 2 bits have no packed form.
         self.has_step = self._has_prefill and bits >= 4 and self._is_gated_delta_rule
@@ -276,7 +277,7 @@ def _with_fast_parts(mixer: Any, may_move: bool) -> Mixer:
     replaced: dict[str, Any] = dict(zip(linears, found, strict=False))
     if branch is not None:
         fast = copied(branch, share_proj=found[-1])
-        replaced["window_branch"] = copied(fast, mixture=functools.partial(mixture, fast))
+        replaced["window_branch"] = fast if branch.delayed else copied(fast, mixture=functools.partial(mixture, fast))
     for name in ("q_norm", "k_norm"):
         norm = getattr(mixer, name)
         if norm is not None and form_of(norm) is not None:
