@@ -7,14 +7,16 @@ window, three its attention, its cache and the mixture. Of a step of the gated d
 everything between the projections and the window, another (three in 8 or 4 bits) attends in the window at the same
 time, and one mixes. A step of another rule is computed as a prompt of one token.
 
-All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: states of what has left a window,
-padded prompts, padded steps of other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
-padded steps and all steps of other rules, in 3 or 2 bits every step.
+All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
+other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
+padded steps and all steps of other rules, in 3 or 2 bits every step. A state of what has left a window is computed by
+the operations of the module.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,13 +94,15 @@ class FastMixer:
         has_step = self.has_step if padding is None else self._has_padded_step
         if length == 1 and has_step and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding, call.slots), None
+        if layer.delays:
+            return layer.with_delayed_state(x, position_embeddings, replace(call, prompt_length=prompt_length)), None
         if padding is None and cu_seqlens is None and self._has_prefill:
             return self.prefill(x, position_embeddings, call, prompt_length), None
         return Mixer.forward(layer, x, position_embeddings, attention_mask, given, cu_seqlens, padding)  # type: ignore[arg-type]
 
     @property
     def takes_prompt_length(self) -> bool:
-        return self._has_prefill
+        return self._has_prefill or self.layer.delays
 
     def prefill(
         self,

@@ -42,7 +42,7 @@ def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
         ),
         (
             {"layers": "/home/me/heads.json", "changes": ("rope=false",), "seed": 1},
-            "--layers heads.json --mixer gated_deltanet+window --set rope=false --cache-bits 16 --seed 1",
+            "--layers heads.json --mixer gated_deltanet+window --set gate_bias=false --cache-bits 16 --seed 1",
         ),
         (
             {"layers": "keep:3", "training": False, "fit_memory": False},

@@ -3,8 +3,8 @@
 `delayed_state.py` says what a query reads, and `delayed_window.py` what leaves the window. Beside the window's cache a
 layer keeps
 
-    state, ...     the rule's state; with `state_dtype` int8 its codes, rounded once a group, and state_scale of each row
-    gate_0, ...    the gates of the tokens in the window, bfloat16 as everywhere: token n in the place n % 32 (N + 1)
+    state, ...     the rule's state; in int8 its codes, rounded once a group, and state_scale of each row
+    gate_0, ...    the gates of the tokens in the window, bfloat16: token n in the place n % 32 (N + 1)
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def delayed(
     tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(x, call.padding)))
     q, k, v = mixer.window_inputs(projected, position_embeddings)  # type: ignore[arg-type]
     left = leaving(branch, q, k, v, call, tokens)
-    numbers = tokens.numbers.long().expand(len(x), -1) - 1
+    kept = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
+    numbers = kept.numbers.long().expand(len(x), -1) - 1
     reads, state = _recalled(mixer, q, left, gates, call, numbers)
     if call.keep_state:
         state |= _waiting(call.state, gates, numbers, branch.places)
@@ -92,7 +93,7 @@ def _recalled(
     if call.cu_seqlens is not None:
         return read_packed(mixer.mix, inputs.in_one_row(), *size).view(*q.shape[:2], mixer.num_heads, -1), {}
     if left.base is None:
-        reads, memory = read_rows(mixer.mix, inputs, *size)
+        reads, memory = read_rows(mixer.mix, inputs, *size, call.prompt_length)
     else:
         inputs = inputs._replace(
             gates=tuple(

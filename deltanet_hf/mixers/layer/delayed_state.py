@@ -57,14 +57,17 @@ def read_packed(mix: Mix, call: MixCall, groups: int, sinks: int) -> Tensor:
     return F.pad(output, (0, 0, 0, 0, 0, 1))[:, at_q].masked_fill(~reads[:, None, None], 0.0)
 
 
-def read_rows(mix: Mix, call: MixCall, groups: int, sinks: int) -> tuple[Tensor, State]:
-    """Whole sequences, one a row: the reads [B, T, HO, D], 0 where nothing has left the window, and the state after them.
+def read_rows(
+    mix: Mix, call: MixCall, groups: int, sinks: int, prompt_length: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """The reads [B, T, HO, D] of whole sequences, one a row, which are 0 where nothing has left the window; their state.
 
     Args:
         mix: `Mixer.mix`.
         call: queries, keys, values and gates of the tokens, all by the tokens' own places.
         groups: N.
         sinks: first tokens, which are never written.
+        prompt_length: [1], see `LayerCall`.
     """
     hidden = groups * GROUP
     length = call.q.shape[1] - hidden
@@ -72,7 +75,8 @@ def read_rows(mix: Mix, call: MixCall, groups: int, sinks: int) -> tuple[Tensor,
         reads = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
         still = call._replace(gates=tuple(torch.zeros_like(gate) for gate in call.gates))
         return reads, mix(still)[1] if call.keep_state else {}
-    left = (length - 1) // GROUP * GROUP  # before the last token's window
+    last = length - 1 if prompt_length is None else prompt_length - hidden - 1
+    left = last // GROUP * GROUP  # before the last token's window
     gates = tuple(written(gate[:, :length], sinks, left) for gate in call.gates)
     own = MixCall(call.q[:, hidden:], call.k[:, :length], call.v[:, :length], gates, None, None, call.keep_state)
     output, state = read_groups(mix, own)
@@ -147,7 +151,7 @@ def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Te
     room = new.new_zeros(len(new), places + 1, *new.shape[2:], dtype=torch.bfloat16)
     if old is not None:
         room[:, :places] = old
-    return room.scatter(1, _along(at, new), new.to(room.dtype))[:, :-1]
+    return room.scatter(1, _along(at, new), new.to(room.dtype))[:, :-1].contiguous()
 
 
 def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, base: Tensor, length: int) -> Tensor:
@@ -171,7 +175,7 @@ def _along(at: Tensor, x: Tensor) -> Tensor:
     return at.view(*at.shape, *[1] * (x.dim() - 2)).expand_as(x)
 
 
-def written(gate: Tensor, first: int, end: int) -> Tensor:
+def written(gate: Tensor, first: int, end: int | Tensor) -> Tensor:
     """A gate [B, T, ...] that leaves the state alone but for the tokens from `first` to `end`."""
     token = torch.arange(gate.shape[1], device=gate.device).view(-1, *[1] * (gate.dim() - 2))
     return gate.masked_fill((token < first) | (token >= end), 0.0)

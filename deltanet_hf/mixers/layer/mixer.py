@@ -65,6 +65,8 @@ class Mixer(LayerKind, nn.Module):
         super().__init__()
         if settings.delayed and not self.may_delay:
             raise ValueError(f"delayed: got true, but the state of {self.name} reads every token as it comes")
+        if shape.family_window is not None:
+            settings = settings.of_sliding_layer()
         self.settings, self.layer_idx, self.head_dim = settings, layer_idx, shape.head_dim
         self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
         self.num_states = shape.num_v_heads
@@ -277,12 +279,9 @@ class Mixer(LayerKind, nn.Module):
         padding, state = call.padding, call.state
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
+        if self.delays:
+            return self.with_delayed_state(x, position_embeddings, call), None
         projected = self.project(x)
-        if self.window_branch is not None and self.window_branch.delayed:
-            output, new_state = delayed(self, x, projected, position_embeddings, call)
-            if call.cache is not None:
-                call.cache.advance(length, new_state)
-            return self.o_proj(output.flatten(-2)), None
         q, k, v = self.repeated(*projected)
         q, k, v, conv_tail = self.convolved(q, k, v, call)
         q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
@@ -302,12 +301,23 @@ class Mixer(LayerKind, nn.Module):
             call.cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
 
+    @property
+    def delays(self) -> bool:
+        """Whether the state holds what has left the window, and nothing else."""
+        return self.window_branch is not None and self.window_branch.delayed
+
+    def with_delayed_state(self, x: Tensor, position_embeddings: PositionEmbeddings | None, call: LayerCall) -> Tensor:
+        """x [B, T, hidden], zeros at padding -> [B, T, hidden], with such a state (`delayed_layer.py`)."""
+        output, new_state = delayed(self, x, self.project(x), position_embeddings, call)
+        if call.cache is not None:
+            call.cache.advance(x.shape[1], new_state)
+        return self.o_proj(output.flatten(-2))  # type: ignore[no-any-return]
+
     def reads(self, call: MixCall) -> Tensor:
         """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
-        branch = self.window_branch
-        if branch is not None and branch.delayed:
-            return read_rows(self.mix, call, branch.groups, branch.sinks)[0]
-        return self.mix(call)[0]
+        if self.window_branch is None or not self.delays:
+            return self.mix(call)[0]
+        return read_rows(self.mix, call, self.window_branch.groups, self.window_branch.sinks)[0]
 
     def activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] with the keys' offset and the activations."""
