@@ -2,6 +2,14 @@
 
 states_backward.py has the formulas. V', dW, S, dS, Z and E are in memory, so that what remains is matrix products with
 few accumulators, and two programs share a multiprocessor.
+
+GROUPS: queries read the state before their group of 32 tokens (../group_rule/), so that in a chunk of 64 only those of
+the second half see keys, of the first half, decayed until the boundary between them:
+
+    Z_ij = scale f_i e^{G_31 - G_j} r_j dP_ij  (i >= 32 > j)
+
+and all that the scores and the reads of the second half contribute to dG from the side of the queries is token 31's.
+Z and its transpose are computed here, each by its own product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,6 +24,17 @@ from deltanet_kernels.gated_delta_rule.gradients_raw import raw_gradient, store_
 from deltanet_kernels.gated_delta_rule.row_factors import output_factors, row_after, row_factors, state_factors
 
 
+@triton.jit
+def _decay_to_middle(factors, plane, at_row, i, valid, live, FULL: tl.constexpr):
+    """e^{G_31 - G_j} r_j of the first 32 rows of a chunk, 0 of the others."""
+    rows = factors + at_row
+    middle = rows + tl.minimum(valid, 32) - 1
+    G, s = load_tile(rows + i, live, FULL), load_tile(rows + plane + i, live, FULL)
+    _, _, _, r = row_factors(state_factors(factors, plane), at_row, i, live, FULL)
+    seen = (i < 32) & (s == tl.load(middle + plane))
+    return tl.where(seen, tl.exp(tl.minimum(tl.load(middle) - G, 0.0)), 0.0) * r
+
+
 @triton.jit(do_not_specialize=["T"])
 def input_gradients_kernel(
     q, k, factors, do, h, dh, vn, dw, Z, E, dG_in, g, A_log, dt_bias, dq, dk, dg, gate_sums,
@@ -23,7 +42,7 @@ def input_gradients_kernel(
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    GATE: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -57,7 +76,8 @@ def input_gradients_kernel(
         state = (c.to(tl.int64) * HV + head) * (K * V)
         q_base = q + row * q_row + (out // READS).to(tl.int64) * q_head + first * q_token
         q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
-        Z_tile = tl.load(Z + (c.to(tl.int64) * HO + out) * (C * C) + square)
+        if not GROUPS:
+            Z_tile = tl.load(Z + (c.to(tl.int64) * HO + out) * (C * C) + square)
 
         do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
         dQ = tl.zeros([C, BK], dtype=tl.float32)
@@ -66,10 +86,34 @@ def input_gradients_kernel(
             do_tile = load_tile(do_base + (i[:, None] * o_token + e[None, :]), live[:, None] & (e < V)[None, :], FULL)
             S = load_tile(h + state + (e[:, None] * K + d[None, :]), (e < V)[:, None] & md[None, :], FULL)
             dQ = tl.dot(do_tile.to(dtype), S.to(dtype), dQ, input_precision=PRECISION)
-        f_i, read, _, _ = row_factors(output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL)
+        f_i, read, weight, _ = row_factors(
+            output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL
+        )
         dQ *= read[:, None]
         dG_read = tl.sum(q_tile.to(tl.float32) * dQ, axis=1)
-        dQ = tl.dot(Z_tile, k_tile, dQ, input_precision=PRECISION)
+        if GROUPS:
+            dG_read = tl.where(i == 31, tl.sum(tl.where(i >= 32, dG_read, 0.0), axis=0), 0.0)
+            if C == 64:
+                late = tl.where(i >= 32, weight, 0.0)
+                early = _decay_to_middle(factors, plane, head.to(tl.int64) * tokens + flat, i, valid, live, FULL)
+                dP = tl.zeros([C, C], dtype=tl.float32)
+                dP_turned = tl.zeros([C, C], dtype=tl.float32)
+                for i_v in range(0, V, BV):
+                    e = i_v + tl.arange(0, BV)
+                    mV = live[:, None] & (e < V)[None, :]
+                    do_tile = load_tile(do_base + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
+                    vn_tile = load_tile(vn + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(dtype)
+                    dP = tl.dot(do_tile, tl.trans(vn_tile), dP, input_precision=PRECISION)
+                    dP_turned = tl.dot(vn_tile, tl.trans(do_tile), dP_turned, input_precision=PRECISION)
+                dP *= late[:, None] * early[None, :]
+                # Token 31 has no gate until the boundary; left out, it cannot blur a small gradient.
+                Y = dP * tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                Y = tl.where(i[None, :] < 31, Y, 0.0)
+                dG_read += tl.where(i == 31, tl.sum(Y), -tl.sum(Y, axis=0))
+                dQ = tl.dot(dP.to(dtype), k_tile, dQ, input_precision=PRECISION)
+                Z_turned = (dP_turned * early[:, None] * late[None, :]).to(dtype)
+        else:
+            dQ = tl.dot(Z_tile, k_tile, dQ, input_precision=PRECISION)
         if READS > 1:
             dQ += tl.where(x % READS == 0, 0.0, dq_acc)
             dq_acc = dQ
@@ -121,7 +165,10 @@ def input_gradients_kernel(
                 dK = tl.dot(E_tile, k_tile, dK, input_precision=PRECISION)
                 dK = tl.dot(tl.trans(E_tile), k_tile, dK, input_precision=PRECISION)
             dk_acc = dK if SHARE == 1 else dk_acc + dK
-        dk_acc = tl.dot(tl.trans(Z_tile), q_tile, dk_acc, input_precision=PRECISION)
+        if not GROUPS:
+            dk_acc = tl.dot(tl.trans(Z_tile), q_tile, dk_acc, input_precision=PRECISION)
+        elif C == 64:
+            dk_acc = tl.dot(Z_turned, q_tile, dk_acc, input_precision=PRECISION)
         dG += dG_read
 
         if x % GROUP == GROUP - 1:

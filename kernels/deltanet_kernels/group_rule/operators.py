@@ -9,7 +9,9 @@ from deltanet_kernels.group_rule.cpu import chunk_group_torch
 
 
 def _chunk():
-    raise ImportError("there are none")
+    from deltanet_kernels.group_rule.chunk import chunk_group_triton
+
+    return chunk_group_triton
 
 
 chunk_group_gated_delta_rule = Operator(
