@@ -19,7 +19,7 @@ from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, differentiable_call, operator
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS
+from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, ChunkConfig
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
 from deltanet_kernels.gated_delta_rule.chunk_forward import scores_and_inverse
 from deltanet_kernels.gated_delta_rule.config import MIN_HALF_SIZE, check_supported, slices
@@ -171,10 +171,11 @@ def group_backward(
             num_warps=config.pair_warps, num_stages=1,
         )  # fmt: skip
     BV, warps = slices(config.grad_BV, config.grad_warps, V, B * HV, multiprocessors(q.device))
+    stages = config.grad_stages if R is None else summed_stages(config, plan.sizes["BK"], BV, k.element_size())
     launch(
         group_states_backward_kernel, B * HV * cdiv(V, BV),
         q, k, factors, Tm, do, R, dht, dh, dw, dh0, T, B * T, *strides, **sizes, BV=BV, FINAL=dht is not None,
-        INITIAL=initial_state is not None, STAGES=config.grad_stages, num_warps=warps,
+        INITIAL=initial_state is not None, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     dq, dk, dv, dbeta = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, beta))
     dg, none = torch.empty_like(g), q.new_empty(0, dtype=torch.float32)
@@ -199,6 +200,12 @@ def group_backward(
         maxnreg=config.input_registers,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta, dh0
+
+
+def summed_stages(config: ChunkConfig, BK: int, BV: int, element_size: int) -> int:
+    """Pipeline stages of the backward state kernel where it reads the sums of query_sums.py, as that of chips.py."""
+    stage = element_size * config.C * (BK + config.C) + 4 * BV * BK * (config.C // GROUP)
+    return max(1, min(config.grad_stages, 200 * 1024 // stage))
 
 
 def _backward(upstream: Upstream, call: GroupForward, kept: Kept) -> dict[str, torch.Tensor]:
