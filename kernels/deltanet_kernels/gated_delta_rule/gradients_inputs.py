@@ -35,6 +35,23 @@ def _decay_to_middle(factors, plane, at_row, i, valid, live, FULL: tl.constexpr)
     return tl.where(seen, tl.exp(tl.minimum(tl.load(middle) - G, 0.0)), 0.0) * r
 
 
+@triton.jit
+def _products(
+    x, x_token: tl.constexpr, y, y_token: tl.constexpr, live, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    dtype: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """X Y^T [C, C] of two tiles [C, V] in memory, in slices of V."""
+    i = tl.arange(0, C)
+    total = tl.zeros([C, C], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        e = i_v + tl.arange(0, BV)
+        mask = live[:, None] & (e < V)[None, :]
+        x_tile = load_tile(x + (i[:, None] * x_token + e[None, :]), mask, FULL).to(dtype)
+        y_tile = load_tile(y + (i[:, None] * y_token + e[None, :]), mask, FULL).to(dtype)
+        total = tl.dot(x_tile, tl.trans(y_tile), total, input_precision=PRECISION)
+    return total
+
+
 @triton.jit(do_not_specialize=["T"])
 def input_gradients_kernel(
     q, k, factors, do, h, dh, vn, dw, Z, E, dG_in, g, A_log, dt_bias, dq, dk, dg, gate_sums,
@@ -80,39 +97,32 @@ def input_gradients_kernel(
             Z_tile = tl.load(Z + (c.to(tl.int64) * HO + out) * (C * C) + square)
 
         do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
+        if GROUPS and C == 64:
+            at_out = out.to(tl.int64) * tokens + flat
+            _, _, weight, _ = row_factors(output_factors(factors, plane), at_out, i, live, FULL)
+            late = tl.where(i >= 32, weight, 0.0)
+            early = _decay_to_middle(factors, plane, head.to(tl.int64) * tokens + flat, i, valid, live, FULL)
+            dP = _products(do_base, o_token, vn + own, HV * V, live, V, BV, C, dtype, FULL, PRECISION)
+            dP *= late[:, None] * early[None, :]
+            # Token 31 has no gate until the boundary; left out, it cannot blur a small gradient.
+            Y = dP * tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            Y = tl.where(i[None, :] < 31, Y, 0.0)
+            dG_scores = tl.where(i == 31, tl.sum(Y), -tl.sum(Y, axis=0))
+            Z_tile = dP.to(dtype)
         dQ = tl.zeros([C, BK], dtype=tl.float32)
         for i_v in range(0, V, BV):
             e = i_v + tl.arange(0, BV)
             do_tile = load_tile(do_base + (i[:, None] * o_token + e[None, :]), live[:, None] & (e < V)[None, :], FULL)
             S = load_tile(h + state + (e[:, None] * K + d[None, :]), (e < V)[:, None] & md[None, :], FULL)
             dQ = tl.dot(do_tile.to(dtype), S.to(dtype), dQ, input_precision=PRECISION)
-        f_i, read, weight, _ = row_factors(
-            output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL
-        )
+        f_i, read, _, _ = row_factors(output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL)
         dQ *= read[:, None]
         dG_read = tl.sum(q_tile.to(tl.float32) * dQ, axis=1)
         if GROUPS:
             dG_read = tl.where(i == 31, tl.sum(tl.where(i >= 32, dG_read, 0.0), axis=0), 0.0)
             if C == 64:
-                late = tl.where(i >= 32, weight, 0.0)
-                early = _decay_to_middle(factors, plane, head.to(tl.int64) * tokens + flat, i, valid, live, FULL)
-                dP = tl.zeros([C, C], dtype=tl.float32)
-                dP_turned = tl.zeros([C, C], dtype=tl.float32)
-                for i_v in range(0, V, BV):
-                    e = i_v + tl.arange(0, BV)
-                    mV = live[:, None] & (e < V)[None, :]
-                    do_tile = load_tile(do_base + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
-                    vn_tile = load_tile(vn + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(dtype)
-                    dP = tl.dot(do_tile, tl.trans(vn_tile), dP, input_precision=PRECISION)
-                    dP_turned = tl.dot(vn_tile, tl.trans(do_tile), dP_turned, input_precision=PRECISION)
-                dP *= late[:, None] * early[None, :]
-                # Token 31 has no gate until the boundary; left out, it cannot blur a small gradient.
-                Y = dP * tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                Y = tl.where(i[None, :] < 31, Y, 0.0)
-                dG_read += tl.where(i == 31, tl.sum(Y), -tl.sum(Y, axis=0))
-                dQ = tl.dot(dP.to(dtype), k_tile, dQ, input_precision=PRECISION)
-                Z_turned = (dP_turned * early[:, None] * late[None, :]).to(dtype)
-        else:
+                dG_read += dG_scores
+        if not GROUPS or C == 64:
             dQ = tl.dot(Z_tile, k_tile, dQ, input_precision=PRECISION)
         if READS > 1:
             dQ += tl.where(x % READS == 0, 0.0, dq_acc)
@@ -168,7 +178,9 @@ def input_gradients_kernel(
         if not GROUPS:
             dk_acc = tl.dot(tl.trans(Z_tile), q_tile, dk_acc, input_precision=PRECISION)
         elif C == 64:
-            dk_acc = tl.dot(Z_turned, q_tile, dk_acc, input_precision=PRECISION)
+            Z_turned = _products(vn + own, HV * V, do_base, o_token, live, V, BV, C, dtype, FULL, PRECISION)
+            Z_turned *= early[:, None] * late[None, :]
+            dk_acc = tl.dot(Z_turned.to(dtype), q_tile, dk_acc, input_precision=PRECISION)
         dG += dG_read
 
         if x % GROUP == GROUP - 1:

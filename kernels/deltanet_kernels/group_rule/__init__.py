@@ -8,10 +8,18 @@ Tokens are written in groups of GROUP = 32, and the queries of group i read the 
 No query sees a key of its own group, so there are no scores within a group. For a window of N complete groups the
 caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N tokens before the end.
 
-    file           computes
-    -------------  ------------------------------------------------------------------------------------------------
-    operators.py   the operator, by cpu.py or chunk.py
-    reference.py   group by group by the recurrence: the tests' ground truth
-    cpu.py         the form in PyTorch, differentiable
-    calls.py       the call and its check
+    file                computes
+    ------------------  -------------------------------------------------------------------------------------------
+    operators.py        the operator, by cpu.py or chunk.py
+    reference.py        group by group by the recurrence: the tests' ground truth
+    cpu.py              the form in PyTorch, differentiable
+    chunk.py            the form on CUDA, differentiable: launches
+    states.py           the states, and the outputs if no query heads share a state, after the first stage of
+                        gated_delta_rule/ without its scores
+    outputs.py          the outputs if query heads share states
+    states_backward.py  the gradients of the states, after query_sums.py if query heads share states
+    tiles.py            what the kernels share
+    calls.py            the call and its check
+
+The gradients of the inputs are those of gated_delta_rule/gradients_*.py and hopper/gradients_128.py with GROUPS.
 """
