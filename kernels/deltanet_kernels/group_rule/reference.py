@@ -36,10 +36,10 @@ def naive_group_gated_delta_rule(
         group = slice(start, start + GROUP)
         heads = state.to(dtype).repeat_interleave(dims.HO // dims.HV, dim=1)
         outputs.append(torch.einsum("bthk,bhkv->bthv", read[:, group], heads))
-        written = (x[:, group] for x in (q, k, v, g, beta))
         _, last = naive_gated_delta_rule(
-            *written, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
-        )
+            q[:, group], k[:, group], v[:, group], g[:, group], beta[:, group], initial_state=state,
+            output_final_state=True, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
         assert last is not None
         state = last
     return torch.cat(outputs, dim=1).to(v.dtype), state if output_final_state else None
