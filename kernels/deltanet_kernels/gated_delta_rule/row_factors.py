@@ -91,6 +91,21 @@ def load_G_before(rows, plane, i, valid, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def middle_decays(rows, plane, i, valid, FULL: tl.constexpr):
+    """Decays around the boundary after the first 32 tokens of a chunk of 64 (../group_rule/).
+
+    From each of these tokens to the boundary, 0 for later rows; over the first 32 tokens; over the others.
+    """
+    last = rows + valid - 1
+    middle = rows + tl.minimum(valid, 32) - 1
+    G, s = load_tile(rows + i, i < valid, FULL), load_tile(rows + plane + i, i < valid, FULL)
+    G_middle, s_middle = tl.load(middle), tl.load(middle + plane)
+    until = tl.where((i < 32) & (s == s_middle), tl.exp(tl.minimum(G_middle - G, 0.0)), 0.0)
+    second = tl.where(tl.load(last + plane) > s_middle, 0.0, tl.exp(tl.minimum(tl.load(last) - G_middle, 0.0)))
+    return until, gamma_of(G_middle, s_middle), second
+
+
+@triton.jit
 def row_after(x, i):
     """Element i of the result is element i + 1 of x; the last is 0."""
     return tl.sum(tl.where(i[:, None] + 1 == i[None, :], x[None, :], 0.0), axis=1)

@@ -18,8 +18,10 @@ caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N
                         gated_delta_rule/ without its scores
     outputs.py          the outputs if query heads share states
     states_backward.py  the gradients of the states, after query_sums.py if query heads share states
-    tiles.py            what the kernels share
+    read.py             the read of a group, which both kernels of the outputs share
+    gradients_queries.py  the gradients of the queries
     calls.py            the call and its check
 
-The gradients of the inputs are those of gated_delta_rule/gradients_*.py and hopper/gradients_128.py with GROUPS.
+The other gradients come from gated_delta_rule/gradients_pairs.py and gradients_inputs.py with GROUPS, and all of them
+from hopper/gradients_128.py where it serves.
 """

@@ -29,6 +29,7 @@ from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype, launch_plan, pinned_config, unit_stride
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall
+from deltanet_kernels.group_rule.gradients_queries import query_gradients_kernel
 from deltanet_kernels.group_rule.outputs import group_outputs_kernel
 from deltanet_kernels.group_rule.query_sums import group_sums_kernel
 from deltanet_kernels.group_rule.states import group_states_kernel
@@ -185,6 +186,11 @@ def group_backward(
             scale, norm, False, groups=True,
         )  # fmt: skip
         return dq, dk, dv, dg, dbeta, dh0
+    launch(
+        query_gradients_kernel, chunks.count * HQ,
+        q, k, factors, do, h, vn, dq, T, B * T, *strides, **sizes, NORM=norm, BV=config.input_BV,
+        num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
+    )  # fmt: skip
     E, dG = torch.empty_like(Tm), q.new_empty(HV, B * T, dtype=torch.float32)
     sizes |= plan.form | {"VARLEN": False, "GROUPS": True}
     launch(
@@ -195,7 +201,7 @@ def group_backward(
     )  # fmt: skip
     launch(
         input_gradients_kernel, chunks.count * k.shape[2],
-        q, k, factors, do, h, dh, vn, dw, None, E, dG, g, None, None, dq, dk, dg, none, None, None, None, T, B * T,
+        q, k, factors, do, h, dh, vn, dw, R, E, dG, g, None, None, None, dk, dg, none, None, None, None, T, B * T,
         *strides, **sizes, NORM=norm, BV=config.input_BV, GATE=False, num_warps=config.input_warps, num_stages=1,
         maxnreg=config.input_registers,
     )  # fmt: skip

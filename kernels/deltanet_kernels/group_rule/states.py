@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.common.tiles import load_tile, store_tile
-from deltanet_kernels.gated_delta_rule.row_factors import output_factors, row_factors, state_factors
-from deltanet_kernels.group_rule.tiles import middle_decays, read_state
+from deltanet_kernels.gated_delta_rule.row_factors import middle_decays, output_factors, row_factors, state_factors
+from deltanet_kernels.group_rule.read import read_state
 
 
 @triton.jit

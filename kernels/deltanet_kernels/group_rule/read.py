@@ -1,7 +1,4 @@
-"""Functions that the kernels of the rule read at boundaries share: decays around the boundary in a chunk, and a read.
-
-A chunk has C = 32 or 64 tokens, so one group or two, which are its halves. Tiles of a group have 32 rows.
-"""
+"""The rule read at boundaries: the outputs of a group of 32 tokens from the state before it."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -11,22 +8,6 @@ import triton.language as tl
 
 from deltanet_kernels.common.tiles import load_tile, store_tile
 from deltanet_kernels.gated_delta_rule.row_factors import row_norm_factor
-
-
-@triton.jit
-def middle_decays(rows, plane, i, valid, FULL: tl.constexpr):
-    """Decays around the boundary after the 32nd token of a chunk of 64, from G and s (row_factors.py).
-
-    From each token of the first half to the boundary [32], over the first half, and over the second half.
-    """
-    last = rows + valid - 1
-    middle = rows + tl.minimum(valid, 32) - 1
-    G, s = load_tile(rows + i, i < valid, FULL), load_tile(rows + plane + i, i < valid, FULL)
-    G_middle, s_middle = tl.load(middle), tl.load(middle + plane)
-    until = tl.where(s == s_middle, tl.exp(tl.minimum(G_middle - G, 0.0)), 0.0)
-    first = tl.where(s_middle > 0.0, 0.0, tl.exp(G_middle))
-    second = tl.where(tl.load(last + plane) > s_middle, 0.0, tl.exp(tl.minimum(tl.load(last) - G_middle, 0.0)))
-    return until, first, second
 
 
 @triton.jit
