@@ -15,6 +15,8 @@ from torch import Tensor
 
 from deltanet_kernels import chunk_group_gated_delta_rule, naive_gated_delta_rule, naive_group_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import launch_plan
+from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
 from deltanet_kernels.group_rule.calls import GroupRuleCall
 from tests.kernels.cases import Case, as_double, assert_close, make_inputs, relative_error, results
 from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, by_triton
@@ -89,6 +91,19 @@ def in_chunks_of(C: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton(case: Case, C: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks_of(C, monkeypatch)
     assert_close(results(triton, arguments(case, torch.float32, DEVICE)), truth_of(case), 2e-6 * case.condition)
+
+
+@pytest.mark.parametrize("T", [100, 128])
+def test_one_kernel_for_all_gradients(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of small bfloat16 heads that share nothing, here in float32."""
+    in_chunks_of(64, monkeypatch)
+    serving = LaunchPlan.serving
+    kernels = {GRADIENTS: GRADIENTS_64}
+    monkeypatch.setattr(
+        LaunchPlan, "serving", lambda plan, stage, *copied: kernels.get(stage) or serving(plan, stage, *copied)
+    )
+    case = Case("joint", T=T, H=2, beta="zero")
+    assert_close(results(triton, arguments(case, torch.float32, DEVICE)), truth_of(case), 3e-6)
 
 
 def test_triton_in_half_precision() -> None:

@@ -126,7 +126,8 @@ def chunk_backward(
                 joint_gradients_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
                 scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
-                **flags, **plan.form, NORM=norm, GATE=gate, SIGMOID=sigmoid, num_warps=4, num_stages=1, maxnreg=255,
+                **flags, **plan.form, NORM=norm, GATE=gate, SIGMOID=sigmoid, GROUPS=False, num_warps=4, num_stages=1,
+                maxnreg=255,
             )  # fmt: skip
         else:
             dG = q.new_empty(HV, B * T, dtype=torch.float32)

@@ -139,10 +139,15 @@ def input_gradients_kernel(
                         do_tile = (do_tile * tl.where(i >= 32, weight, 0.0)[None, :]).to(dtype)
                         R = tl.dot(do_tile, q_tile, input_precision=PRECISION)
                     RS += tl.sum(R * S.to(tl.float32))
-                    X = (vn_tile.to(tl.float32) * (until * r_i)[:, None]).to(dtype)
-                    XR = tl.dot(X, R.to(dtype), input_precision=PRECISION)
-                    k_seen += tl.sum(k_tile.to(tl.float32) * XR, axis=1)
-                    dK += XR
+                    R = R.to(dtype)
+                    X = vn_tile.to(tl.float32) * (until * r_i)[:, None]
+                    if HQ > HV:
+                        dK = tl.dot(X.to(dtype), R, dK, input_precision=PRECISION)
+                        k_seen += tl.sum(X * tl.dot(k_tile, tl.trans(R), input_precision=PRECISION), axis=1)
+                    else:  # not the transpose of a computed tile
+                        XR = tl.dot(X.to(dtype), R, input_precision=PRECISION)
+                        k_seen += tl.sum(k_tile.to(tl.float32) * XR, axis=1)
+                        dK += XR
                 # k (dU S^T) as dU (k S): the sums over K would keep another [C, K] tile alive.
                 S = S.to(dtype)
                 if READ:

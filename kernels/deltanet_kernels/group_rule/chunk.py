@@ -19,10 +19,11 @@ from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, differentiable_call, operator
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, ChunkConfig
+from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, ChunkConfig
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
 from deltanet_kernels.gated_delta_rule.chunk_forward import scores_and_inverse
-from deltanet_kernels.gated_delta_rule.config import MIN_HALF_SIZE, check_supported, slices
+from deltanet_kernels.gated_delta_rule.config import MIN_HALF_SIZE, check_supported, slices, tile_width
+from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import launches
@@ -180,10 +181,22 @@ def group_backward(
     )  # fmt: skip
     dq, dk, dv, dbeta = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, beta))
     dg, none = torch.empty_like(g), q.new_empty(0, dtype=torch.float32)
-    if plan.serving(GRADIENTS, q, k, do) is HOPPER_GRADIENTS:
+    kernel = plan.serving(GRADIENTS, q, k, do)
+    if kernel is HOPPER_GRADIENTS:
         launches.launch_gradients(
             q, k, v, factors, none, do, h, dh, vn, dw, g, None, None, dq, dk, dv, dg, dbeta, none,
             scale, norm, False, groups=True,
+        )  # fmt: skip
+        return dq, dk, dv, dg, dbeta, dh0
+    E = torch.empty_like(Tm)
+    if kernel is GRADIENTS_64:
+        joint = {name: sizes[name] for name in ("H", "K", "V", "BK", "C", "FULL", "PRECISION")}
+        launch(
+            joint_gradients_kernel, chunks.count * HV,
+            q, k, v, factors, None, do, h, dh, vn, dw, torch.empty_like(E), E, g, None, None, dq, dk, dv, dg, dbeta,
+            none, None, None, None, scale, T, B * T, *strides, *v.stride()[:3], **joint, BV=tile_width(V, v.dtype),
+            **plan.form, VARLEN=False, NORM=norm, GATE=False, SIGMOID=False, GROUPS=True, num_warps=4, num_stages=1,
+            maxnreg=255,
         )  # fmt: skip
         return dq, dk, dv, dg, dbeta, dh0
     launch(
@@ -191,7 +204,7 @@ def group_backward(
         q, k, factors, do, h, vn, dq, T, B * T, *strides, **sizes, NORM=norm, BV=config.input_BV,
         num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
     )  # fmt: skip
-    E, dG = torch.empty_like(Tm), q.new_empty(HV, B * T, dtype=torch.float32)
+    dG = q.new_empty(HV, B * T, dtype=torch.float32)
     sizes |= plan.form | {"VARLEN": False, "GROUPS": True}
     launch(
         pair_gradients_kernel, chunks.count * HV,
