@@ -115,7 +115,7 @@ def _forward(call: GroupForward) -> tuple[Any, ...]:
         launch(
             group_outputs_kernel, chunks.count * HV * cdiv(V, BV),
             q, k, factors, h, vn, o, scale, T, B * T, *strides[:6], **sizes, BV=BV, NORM=norm, KEEP=keep,
-            num_warps=config.output_warps,
+            num_warps=config.output_warps, num_stages=1,
         )  # fmt: skip
     return o, ht, *((factors, Tm, h, vn) if keep else (None,) * 4)
 

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.gated_delta_rule import cpu
+from deltanet_kernels.gated_delta_rule import cpu, launch_plan
+from deltanet_kernels.gated_delta_rule.chips import chunk_config
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.group_rule.calls import GroupRuleCall
 from deltanet_kernels.group_rule.chunk import chunk_group_triton
 from deltanet_kernels.group_rule.cpu import chunk_group_torch
-from measuring.kernels.harness import Benchmark, check_and_time
+from measuring.kernels.harness import Always, Benchmark, Configuration, check_and_time
 from measuring.rows import Row
 
 DEVICE = "cuda"
@@ -81,4 +84,18 @@ def rows(peers: bool) -> Iterator[Row]:
     return ({"shape": list(shape), "impl": impl} for shape in SHAPES for impl in FORMS)
 
 
-BENCHMARK = Benchmark(rows, measure, {"shape": "B, T, HQ, HV = HK, K = V; log decays in (-1, 0)"})
+def configurations(labels: Row) -> Iterator[Configuration]:
+    """Other slices, warps and stages of the kernels of the states, then other slices of those of the gradients."""
+    D = labels["shape"][-1]
+    own = chunk_config(D, D, torch.bfloat16, (9, 0))
+    found = [
+        replace(own, state_BV=BV, state_warps=warps, state_stages=n, grad_BV=BV, grad_warps=warps, grad_stages=n)
+        for (BV, warps), n in itertools.product(((D, 8), (D, 4), (D // 2, 4)), (1, 2, 3, 4))
+    ]
+    found += [replace(own, input_BV=BV, output_BV=BV, pair_BV=BV) for BV in (32, 64, 128) if BV <= D]
+    return ({(launch_plan, "chunk_config"): Always(config)} for config in found)
+
+
+BENCHMARK = Benchmark(
+    rows, measure, {"shape": "B, T, HQ, HV = HK, K = V; log decays in (-1, 0)"}, configurations=configurations
+)
