@@ -93,7 +93,7 @@ def _recalled(
     if call.cu_seqlens is not None:
         return read_packed(mixer.mix, inputs.in_one_row(), *size).view(*q.shape[:2], mixer.num_heads, -1), {}
     if left.base is None:
-        reads, memory = read_rows(mixer.mix, inputs, *size, call.prompt_length)
+        reads, memory = read_rows(mixer.mix_groups, inputs, *size, call.prompt_length)
     else:
         inputs = inputs._replace(
             gates=tuple(
@@ -101,7 +101,7 @@ def _recalled(
             ),
             state=None if before is None else _memory(mixer, before),
         )
-        reads, memory = read_leaving(mixer.mix, inputs, numbers, left.base, *size)
+        reads, memory = read_leaving(mixer.mix_groups, inputs, numbers, left.base, *size)
     return reads, _stored(mixer, memory)
 
 

@@ -58,12 +58,12 @@ def read_packed(mix: Mix, call: MixCall, groups: int, sinks: int) -> Tensor:
 
 
 def read_rows(
-    mix: Mix, call: MixCall, groups: int, sinks: int, prompt_length: Tensor | None = None
+    read: Mix, call: MixCall, groups: int, sinks: int, prompt_length: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """The reads [B, T, HO, D] of whole sequences, one a row, which are 0 where nothing has left the window; their state.
+    """The reads [B, T, HO, D] of whole sequences, one a row, 0 where nothing has left the window; and their state.
 
     Args:
-        mix: `Mixer.mix`.
+        read: `Mixer.mix_groups`.
         call: queries, keys, values and gates of the tokens, all by the tokens' own places.
         groups: N.
         sinks: first tokens, which are never written.
@@ -74,22 +74,22 @@ def read_rows(
     if length <= 0:
         reads = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
         still = call._replace(gates=tuple(torch.zeros_like(gate) for gate in call.gates))
-        return reads, mix(still)[1] if call.keep_state else {}
+        return reads, read(still)[1] if call.keep_state else {}
     last = length - 1 if prompt_length is None else prompt_length - hidden - 1
     left = last // GROUP * GROUP  # before the last token's window
     gates = tuple(written(gate[:, :length], sinks, left) for gate in call.gates)
     own = MixCall(call.q[:, hidden:], call.k[:, :length], call.v[:, :length], gates, None, None, call.keep_state)
-    output, state = read_groups(mix, own)
+    output, state = read(own)
     return F.pad(output, (0, 0, 0, 0, hidden, 0)), state
 
 
 def read_leaving(
-    mix: Mix, call: MixCall, numbers: Tensor, base: Tensor, groups: int, sinks: int
+    read: Mix, call: MixCall, numbers: Tensor, base: Tensor, groups: int, sinks: int
 ) -> tuple[Tensor, State]:
     """The reads [B, T, HO, D] of the next tokens of sequences, and the state after them.
 
     Args:
-        mix, groups, sinks: as in `read_rows`.
+        read, groups, sinks: as in `read_rows`.
         call: queries [B, T, ...] in any order; keys, values and gates [B, L, ...] by number; `state` is that
             before `base`, or None.
         numbers: of the queries [B, T], from 0; -1 at padding.
@@ -106,7 +106,7 @@ def read_leaving(
     at = at.where(reads_state, call.k.shape[1])
     q = call.q.new_zeros(len(call.q), call.k.shape[1] + 1, *call.q.shape[2:])
     q = q.scatter(1, at[:, :, None, None].expand_as(call.q), call.q)[:, :-1]
-    output, state = read_groups(mix, MixCall(q, call.k, call.v, gates, None, call.state, call.keep_state))
+    output, state = read(MixCall(q, call.k, call.v, gates, None, call.state, call.keep_state))
     return reordered(F.pad(output, (0, 0, 0, 0, 0, 1)), at).masked_fill(~reads_state[:, :, None, None], 0.0), state
 
 

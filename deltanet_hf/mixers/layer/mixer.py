@@ -34,7 +34,7 @@ from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
-from deltanet_hf.mixers.layer.delayed_state import read_rows
+from deltanet_hf.mixers.layer.delayed_state import read_groups, read_rows
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
@@ -154,6 +154,10 @@ class Mixer(LayerKind, nn.Module):
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
         """The recurrence: outputs [B, T, HO, D], and the new state (empty unless `call.keep_state`)."""
         raise NotImplementedError
+
+    def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
+        """`mix` of tokens in groups of 32, in which queries of a group read the state before its writes."""
+        return read_groups(self.mix, call)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         """The recurrent state of one sequence."""
@@ -317,7 +321,7 @@ class Mixer(LayerKind, nn.Module):
         """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
         if self.window_branch is None or not self.delays:
             return self.mix(call)[0]
-        return read_rows(self.mix, call, self.window_branch.groups, self.window_branch.sinks)[0]
+        return read_rows(self.mix_groups, call, self.window_branch.groups, self.window_branch.sinks)[0]
 
     def activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] with the keys' offset and the activations."""
