@@ -216,13 +216,15 @@ def truth(inputs: dict[str, Any], outputs: tuple[str, ...] = ("o", "final_state"
     return results(naive_gated_delta_rule, as_double(inputs), outputs)
 
 
-def plainly_in(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def plainly_in(
+    dtype: torch.dtype, inputs: dict[str, Any], recurrence: Callable[..., Any] = naive_gated_delta_rule
+) -> dict[str, torch.Tensor]:
     """Results of the recurrence computed in `dtype`, gates included; only the state is float32."""
     low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     for name, x in low.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             low[name] = (x if name == "initial_state" else x.to(dtype)).requires_grad_()
-    return results(naive_gated_delta_rule, low)
+    return results(recurrence, low)
 
 
 @functools.cache

@@ -337,6 +337,8 @@ def test_configurations_differ(module: Any) -> None:
 def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, which Triton's interpreter computes rightly."""
     monkeypatch.setattr(group, "DEVICE", "cpu")
+    monkeypatch.setattr(harness, "peak_gib", lambda run: 1.0)
+    monkeypatch.setattr(harness, "time_both_ways", lambda name, run, repeats: {f"{name}_ms": 2.0})
     make = group.make
 
     def single(shape: group.Shape) -> tuple[list[torch.Tensor], torch.Tensor]:

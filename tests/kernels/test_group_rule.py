@@ -18,7 +18,7 @@ from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64
 from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
 from deltanet_kernels.group_rule.calls import GroupRuleCall
-from tests.kernels.cases import Case, as_double, assert_close, make_inputs, relative_error, results
+from tests.kernels.cases import Case, as_double, assert_close, make_inputs, plainly_in, relative_error, results
 from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, by_triton
 
 CASES = [
@@ -186,18 +186,21 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
-    """Errors of at most a few roundings (eps/2 each)."""
-    found = results(triton, arguments(case, dtype, DEVICE))
-    assert_close(found, truth_of(case, dtype), 1.5 * torch.finfo(dtype).eps)
+    """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
+    given = arguments(case, dtype, DEVICE)
+    plain, found = plainly_in(dtype, given, naive_group_gated_delta_rule), results(triton, given)
+    for name, x in truth_of(case, dtype).items():
+        bound = max(1.5 * torch.finfo(dtype).eps, 2 * relative_error(plain[name], x))
+        assert relative_error(found[name], x) <= bound, name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("HQ", [1, 2, 4, 8])
-@pytest.mark.parametrize("T", [256, 300])
+@pytest.mark.parametrize("T", [128, 150])
 def test_every_head_size_and_group(K: int, HQ: int, T: int) -> None:
-    """Complete chunks of heads of 128 that share no state take the Gluon kernels."""
-    case = Case("grouped", T=T, B=2, H=min(HQ, 2), HQ=HQ, K=K)
+    """Complete chunks of heads of 128 that share no state take the Gluon kernel of the gradients."""
+    case = Case("grouped", T=T, H=min(HQ, 2), HQ=HQ, K=K)
     found = results(triton, arguments(case, torch.bfloat16, DEVICE))
     assert_close(found, truth_of(case, torch.bfloat16), 1.5 * torch.finfo(torch.bfloat16).eps)
 

@@ -8,20 +8,19 @@ Tokens are written in groups of GROUP = 32, and the queries of group i read the 
 No query sees a key of its own group, so there are no scores within a group. For a window of N complete groups the
 caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N tokens before the end.
 
-    file                computes
-    ------------------  -------------------------------------------------------------------------------------------
-    operators.py        the operator, by cpu.py or chunk.py
-    reference.py        group by group by the recurrence: the tests' ground truth
-    cpu.py              the form in PyTorch, differentiable
-    chunk.py            the form on CUDA, differentiable: launches
-    states.py           the states, and the outputs if no query heads share a state, after the first stage of
-                        gated_delta_rule/ without its scores
-    outputs.py          the outputs if query heads share states
-    states_backward.py  the gradients of the states, after query_sums.py if query heads share states
-    read.py             the read of a group, which both kernels of the outputs share
+    file                  computes
+    --------------------  -----------------------------------------------------------------------------------------
+    operators.py          the operator, by cpu.py or chunk.py
+    reference.py          group by group by the recurrence: the tests' ground truth
+    cpu.py                the form in PyTorch, differentiable
+    chunk.py              the form on CUDA, differentiable: its launches
+    states.py             the states, and the outputs if no query heads share a state
+    outputs.py            the outputs if query heads share states
+    read.py               the outputs of one group, for both
+    states_backward.py    the gradients of the states, after query_sums.py if query heads share states
     gradients_queries.py  the gradients of the queries
-    calls.py            the call and its check
+    calls.py              the call and its check
 
-The other gradients come from gated_delta_rule/gradients_pairs.py and gradients_inputs.py with GROUPS, and all of them
-from hopper/gradients_128.py where it serves.
+From gated_delta_rule/ come the stages before the states, without their scores, and with GROUPS the other gradients
+(gradients_pairs.py, gradients_inputs.py) or all of them (gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.
 """
