@@ -90,15 +90,16 @@ class Gates(nn.Module):
         decoder: Any = model.model
         self.maps = nn.ModuleList()
         self._shares: list[Tensor] = []
+        self._gated: list[Tensor] = []
         for layer, (windows, gated) in enumerate(zip(heads.windows, heads.gated, strict=True)):
             linear = nn.Linear(config.hidden_size, len(gated), device=model.device, dtype=torch.float32)
             nn.init.zeros_(linear.weight)
             nn.init.constant_(linear.bias, OPEN)
             self.maps.append(linear)
             attention = decoder.layers[layer].self_attn
-            attention.reach = Reach(
-                torch.tensor(windows, device=model.device), torch.tensor(gated, device=model.device)
-            )
+            mask = torch.tensor(gated, device=model.device)
+            self._gated.append(mask.nonzero()[:, 0])  # a mask would make the host wait in every call
+            attention.reach = Reach(torch.tensor(windows, device=model.device), mask)
             attention.register_forward_pre_hook(self._look, with_kwargs=True)
         config._attn_implementation = NAME
 
@@ -111,14 +112,13 @@ class Gates(nn.Module):
         layer, x = attention.layer_idx, kwargs["hidden_states"]
         if layer == 0:
             self._shares, self.numbers = [], []
-        with torch.autocast(x.device.type, enabled=False):
-            numbers = self.maps[layer](F.normalize(x.float(), dim=-1)).mT  # [B, HK, T]
+        numbers = self.maps[layer](F.normalize(x.float(), dim=-1)).mT  # [B, HK, T]
         if self.training:
             noise = torch.logit(torch.rand_like(numbers), eps=1e-6)
             attention.log_gates = F.logsigmoid((numbers + noise) / TEMPERATURE)
         else:
             attention.log_gates = (numbers <= self.threshold) * EVICTED
-        gated = attention.reach.gated
+        gated = self._gated[layer]
         self._shares.append(attention.log_gates[:, gated].exp().mean((0, 2)).sum())
         self.numbers.append(numbers[:, gated].detach())
 

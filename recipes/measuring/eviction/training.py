@@ -104,5 +104,4 @@ def _divergence(teacher: PreTrainedModel, student: PreTrainedModel, ids: Tensor,
 def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The last hidden states [N * T, D] of rows [N, T]."""
     decoder: Any = model.model
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
-        return decoder(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    return decoder(ids, use_cache=False).last_hidden_state.flatten(0, 1)
