@@ -24,7 +24,7 @@ from measuring.eviction.gates import Gates
 
 RISE = 0.75
 PENALTY = 10.0  # nats per token for a share that is 1 too large
-GATE_RATE = 0.02  # of AdamW: within 250 steps a gate can get from open to closed
+GATE_RATE = 0.05  # of AdamW: within 100 steps a gate can get from open to closed
 
 
 def target(progress: float, share: float) -> float:
