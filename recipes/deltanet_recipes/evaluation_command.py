@@ -36,7 +36,9 @@ def evaluate(
     ] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="Tasks instead of `--tasks`: standard, ruler, completion, ifeval, small or full."),
+        typer.Option(
+            help="Tasks instead of `--tasks`: standard, ruler, completion, ifeval, code, gsm8k, small or full."
+        ),
     ] = None,
     length: Length = 4096,
 ) -> None:
@@ -55,8 +57,8 @@ def report(
     suite: Annotated[
         str,
         typer.Option(
-            help="Set of measurements: small, full, texts (no lm-eval tasks), or the tasks alone of standard, ruler, "
-            "completion or ifeval."
+            help="Set of measurements: small, full, texts (no lm-eval tasks), long (texts in windows of 1k, 8k and "
+            "32k), or the tasks alone of standard, ruler, completion, ifeval, code or gsm8k."
         ),
     ] = "small",
     data: Annotated[
@@ -97,7 +99,9 @@ def report(
     max_length: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Longest context for needles and speed, in tokens.", show_default="the teacher's limit"
+            min=1,
+            help="Longest context for needles, windows and speed, in tokens.",
+            show_default="the teacher's limit",
         ),
     ] = None,
     device: Annotated[

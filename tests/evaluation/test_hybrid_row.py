@@ -12,9 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_convert.select import Selection
+from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.models.restrict import restrict_heads
+from measuring.eviction import __main__ as eviction
+from measuring.eviction import gates
+from measuring.eviction.gates import Heads
 from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, task_suites
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.measure import main
@@ -87,16 +91,20 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     assert windowed["itself"] == teacher
 
 
+def plan_of(kept: tuple[tuple[int, int], ...], windows: tuple[int, ...]) -> Selection:
+    """A selection for a budget in bytes, which windows of 129 tokens would take too."""
+    facts: dict[str, Any] = {"teacher": "T", "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}
+    facts |= {"unit": "kv_head", "method": "forward", "budget": "1MB@2k", "seed": 0, "settings": {"cache_bits": 4}}
+    scores = {"allocations": [{"windows": [129] * 4}, {"windows": list(windows)}]}
+    return Selection(**facts, kept=kept, order=kept, scores=scores, planned_windows=windows)
+
+
 def test_a_plan_is_measured_beside_windows_of_its_budget(
     small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
-    facts: dict[str, Any] = {"teacher": "T", "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}
-    facts |= {"unit": "kv_head", "method": "forward", "budget": "1MB@2k", "seed": 0, "settings": {"cache_bits": 4}}
     kept = ((0, 1), (2, 0), (2, 1))
-    scores = {"allocations": [{"windows": [129] * 4}, {"windows": [33, 33, 65, 33]}]}
-    plan = Selection(**facts, kept=kept, order=kept, scores=scores, planned_windows=(33, 33, 65, 33))
-    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_of(kept, (33, 33, 65, 33)).to_json()))
     out = tmp_path / "rows.json"
     front.main(arrays, out, str(teacher_folder), plan=[tmp_path / "plan.json"], limit=2)
     rows = {row["run"]: row for row in json.loads(out.read_text())}
@@ -225,3 +233,29 @@ def test_a_window_forgets_what_is_beyond_it(
 def test_kinds_of_mixed_heads() -> None:
     facts = hybrid_row.layer_facts(restrict_heads(tiny_teacher("llama"), {0: [0, 1], 2: [1]}, 5, 2))
     assert facts == {"kinds": {"softmax": 1, "window 5": 2, "mixed_heads": 1}, "kept": [0], "kept_heads": [[2, 1]]}
+
+
+def test_a_row_of_learned_eviction(
+    small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters, and gates in the whole heads of a plan alone."""
+    monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
+    monkeypatch.setattr(gates, "WINDOW", 40)
+    np.save(tmp_path / "text.npy", np.random.default_rng(9).integers(5, 60, 1000).astype(np.uint16))
+    plan, kept = tmp_path / "plan.json", ((0, 1), (2, 0), (2, 1))
+    plan.write_text(json.dumps(plan_of(kept, (33, 33, 65, 33)).to_json()))
+    options: dict[str, Any] = {"tokens": 512, "length": 128, "batch": 256, "limit": 2}
+    out, given = tmp_path / "rows.json", (str(teacher_folder), tmp_path / "text.npy")
+    eviction.main(arrays, out, *given, "25%", plan, 1e-3, **options)
+    (row,) = json.loads(out.read_text())
+    assert (row["run"], row["kind"], row["bits"]) == ("eviction-25%-plan-lora", "eviction", 4)
+    assert (row["kept_heads"], row["adapters"], row["share_target"]) == ([list(head) for head in kept], 1e-3, 0.25)
+    assert 0 < row["share"] < 1
+    heads = Heads.of(load_for_measure(str(teacher_folder), torch.device("cpu")).config, kept, (33, 33, 65, 33))
+    assert row["mb_32k"] == pytest.approx(heads.bytes(32768, row["share"]) / 1e6, rel=1e-2)
+    assert row["kl_4k"] > row["kl_1k"] > 0  # of texts of 200 and 64 tokens
+    assert round(front.load_items(out, row["run"]).bytes / 1e6, 3) == row["mb_2k"]
+    with pytest.raises(UserError, match=r"^--text \S+: has 1,000 tokens, and 2,048 are trained on; lower --tokens$"):
+        eviction.main(arrays, out, *given, "25%", **{**options, "tokens": 2048})
+    with pytest.raises(UserError, match=r"^--keep 3: expected a share of older tokens such as 25%, or bytes"):
+        eviction.main(arrays, out, *given, "3", **options)

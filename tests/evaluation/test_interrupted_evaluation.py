@@ -38,7 +38,7 @@ class Stop(BaseException):
 @pytest.fixture(scope="module", autouse=True)
 def tiny_suite() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        short: dict[str, Any] = {"pairs": (8,), "text_window": 128, "repeated": 64, "speed_lengths": (16,)}
+        short: dict[str, Any] = {"pairs": (8,), "text_windows": (128,), "repeated": 64, "speed_lengths": (16,)}
         tasks = tuple(task for task in SUITES["small"].tasks if task.name in ("piqa", "sciq"))
         tiny = replace(SUITES["small"], tasks=tasks, needle_lengths=(), **short)
         patch.setitem(SUITES, "tiny", tiny)

@@ -162,19 +162,20 @@ def test_drawn_rows_are_fixed_and_inside() -> None:
 def test_texts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n')
     expected = [*tokenizer("ab")["input_ids"], 2, *tokenizer("cd")["input_ids"]]
-    ids = token_ids(tmp_path / "a.jsonl", tokenizer, 5)
+    ids = token_ids(tmp_path / "a.jsonl", tokenizer, 2, 9)
     assert ids.tolist() == expected
+    assert token_ids(tmp_path / "a.jsonl", tokenizer, 1, 1).tolist() == expected[:2]
     assert windows(ids, 2, 9).tolist() == [expected[:2], expected[2:4]]
     np.save(tmp_path / "b.npy", np.arange(10, dtype=np.uint16))
-    assert token_ids(tmp_path / "b.npy", tokenizer, 5).tolist() == list(range(10))
+    assert token_ids(tmp_path / "b.npy", tokenizer, 5, 5).tolist() == list(range(10))
     with pytest.raises(UserError, match="5 tokens, but 6 are needed"):
-        token_ids(tmp_path / "a.jsonl", tokenizer, 6)
+        token_ids(tmp_path / "a.jsonl", tokenizer, 6, 9)
     (tmp_path / "c.jsonl").write_text('{"body": 1}\n')
     with pytest.raises(UserError, match="line 1 has no string under key 'text'"):
-        token_ids(tmp_path / "c.jsonl", tokenizer, 1)
+        token_ids(tmp_path / "c.jsonl", tokenizer, 1, 1)
     np.save(tmp_path / "d.npy", np.array([9999]))
     with pytest.raises(UserError, match="token ids below"):
-        token_ids(tmp_path / "d.npy", tokenizer, 1)
+        token_ids(tmp_path / "d.npy", tokenizer, 1, 1)
 
 
 def test_wikitext_in_two_formats(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
+from transformers import PreTrainedTokenizerFast
 
+from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.contestants import line_up, training_tokens
-from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_hf.evaluation.report.material import ReportOptions, read_material
 from deltanet_hf.evaluation.report.write_report import run_report
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
@@ -29,7 +32,7 @@ HAYSTACK = "The lamps along the quay went out one by one before the rain came. "
 def tiny_sizes() -> Iterator[None]:
     """Suites with the usual tasks and short texts and contexts."""
     with pytest.MonkeyPatch.context() as patch:
-        short = {"pairs": (8,), "text_window": 128, "repeated": 64}
+        short = {"pairs": (8,), "text_windows": (128,), "repeated": 64}
         tiny = replace(SUITES["small"], needle_lengths=(512, 1024), speed_lengths=(16,), **short)
         patch.setitem(SUITES, "tiny", tiny)
         patch.setitem(SUITES, "tiny texts", replace(SUITES["texts"], needle_lengths=(), **short))
@@ -94,6 +97,25 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
     text = (options.out / "report.md").read_text()
     assert "| **hybrid** |" in text
     assert "a trial, not a result" in text
+    agreement = document["models"][2]["texts"]["hay"]["agreement"]["value"]
+    assert f"| {100 * agreement:.2f} ± " in text.partition("## Same most likely token")[2]
+
+
+def test_a_text_is_cut_at_several_lengths(
+    options: ReportOptions, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many short documents; windows of each length take the same tokens."""
+    (tmp_path / "many.jsonl").write_text('{"text": "He sat by the quay."}\n' * 40)
+    monkeypatch.setitem(SUITES, "tiny long", replace(SUITES["long"], text_windows=(64, 128, 256, 1024), repeated=64))
+    several = replace(options, suite="tiny long", texts={"many": tmp_path / "many.jsonl"}, data=None, limit=5)
+    texts = read_material(several, tokenizer, 512).texts
+    prefix = len(prefix_ids(tokenizer))
+    assert {name: tuple(windows.shape) for name, windows in texts.items()} == {
+        "many@64": (5, prefix + 64),
+        "many@128": (2, prefix + 128),
+        "many@256": (1, prefix + 256),
+    }
+    assert torch.equal(texts["many@256"][0, prefix:], texts["many@64"][:4, prefix:].flatten())
 
 
 def test_divergence_is_zero_only_for_the_teacher(document: dict[str, Any]) -> None:

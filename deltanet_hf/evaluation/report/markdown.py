@@ -45,6 +45,8 @@ def markdown(document: dict[str, Any]) -> str:
         parts += ["## Perplexity", "", *_table(models, [_text(text, "perplexity", 2) for text in texts]), ""]
         divergences = [_text(text, "kl", 3) for text in texts]
         parts += ["## KL(teacher || model), nats per token", "", *_table(models[1:], divergences), ""]
+        agreements = [_text(text, "agreement", 2, 100) for text in texts]
+        parts += ["## Same most likely token as the teacher, percent", "", *_table(models[1:], agreements), ""]
     recall = list(models[0]["recall"])
     if recall:
         parts += ["## Recall", "", *_table(models, [_recall(name) for name in recall]), ""]
@@ -101,8 +103,8 @@ def _task(name: str, metric: str) -> Column:
     return name, lambda model: _plain(model["tasks"][name].get(metric), 1, 100)
 
 
-def _text(name: str, key: str, digits: int) -> Column:
-    return name, lambda model: _plain(model["texts"][name].get(key), digits)
+def _text(name: str, key: str, digits: int, scale: float = 1.0) -> Column:
+    return name, lambda model: _plain(model["texts"][name].get(key), digits, scale)
 
 
 def _recall(name: str) -> Column:

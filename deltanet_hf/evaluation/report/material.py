@@ -21,7 +21,7 @@ from deltanet_hf.evaluation.tasks.harness import Harness
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
-from deltanet_hf.evaluation.tasks.ruler import Ruler
+from deltanet_hf.evaluation.tasks.ruler import SAMPLES, Ruler
 from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, Suite
 from deltanet_hf.evaluation.tasks.text_windows import encode_documents, token_ids, windows
 from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
@@ -43,12 +43,12 @@ class ReportOptions:
         data: folder of NAME/SPLIT.jsonl.gz files; None loads rows from the Hub.
         texts: name -> file, for perplexity and KL divergence. WikiText-2 is added if `data` holds it. The first file
             also gives the segments of the exact repeat.
-        windows: number of windows per text.
+        windows: number of windows per text, of the first length of the suite.
         haystack: text file of the needle task; None for the text that ships with this package.
         last_word: JSON file {name: [[context ids, answer ids], ...]}, measured by greedy exact match.
         baselines: names in `BASELINES`.
         limit: largest number of rows per task, windows per text and recall probes; None for no limit.
-        max_length: longest context of needles and speed in tokens; None for the teacher's limit.
+        max_length: longest context of needles, speed and long windows in tokens; None for the teacher's limit.
         device: torch device; None for CUDA if there is a GPU, else the CPU.
         dtype: name of a torch dtype, or "auto" for the dtype that each model is stored in.
         processes: number of models measured in parallel; with GPUs, each process has its own.
@@ -79,7 +79,7 @@ class Material:
 
     Attributes:
         harness: lm-eval tasks; None if the suite has none.
-        texts: name -> windows [N, T] int64 of token ids.
+        texts: name, or NAME@LENGTH of several lengths -> windows [N, T] int64 of token ids.
         repeat: segments [N, T] int64 of the exact repeat.
         recall: `needle_LENGTH`, `prose_LENGTH` or `mqar_PAIRS` -> probes.
         last_word: name -> requests, scored by greedy exact match.
@@ -101,23 +101,32 @@ def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, lo
         longest: the longest context of the teacher in tokens, which `options.max_length` replaces.
     """
     suite = SUITES[options.suite]
-    length, repeated = suite.text_window, suite.repeated
+    first, *longer = suite.text_windows
+    repeated = suite.repeated
     count = min(options.windows, options.limit or options.windows)
     context = options.max_length or longest
+    lengths = [first, *(length for length in longer if length <= context)]
+    wanted = max(count * first, lengths[-1])
     texts: dict[str, Tensor] = {}
     repeat: Tensor | None = None
+
+    def cut(name: str, ids: np.ndarray) -> None:
+        for length in lengths:
+            key = name if len(suite.text_windows) == 1 else f"{name}@{length}"
+            texts[key] = with_prefix(windows(ids, length, wanted // length), tokenizer)
+
     for name, path in options.texts.items():
-        ids = token_ids(path, tokenizer, length)
-        texts[name] = with_prefix(windows(ids, length, count), tokenizer)
+        ids = token_ids(path, tokenizer, lengths[-1], wanted)
+        cut(name, ids)
         if repeat is None:
             repeat = windows(ids, repeated, count)
     for name, text in wikitext_texts(options.data).items():
-        ids = encode_documents([text], tokenizer, count * length)
-        texts[name] = with_prefix(windows(ids, length, count), tokenizer)
+        cut(name, encode_documents([text], tokenizer, wanted))
     sources = [options.haystack] if options.haystack else shipped_texts()
     documents = (text for path in sources for text in TextFile(path, option="--haystack").documents())
     haystack = encode_documents(documents, tokenizer, _HAYSTACKS * context)
-    ruler = Ruler(options.length, str(loadable_folder(options.teacher))) if options.suite == "ruler" else None
+    made = min(options.limit or SAMPLES, SAMPLES)
+    ruler = Ruler(options.length, str(loadable_folder(options.teacher)), made) if options.suite == "ruler" else None
     chat = tokenizer if suite.chat else None
     probes = min(suite.probes, options.limit or suite.probes)
     return Material(

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.scores import Score, clustered_score, mean_score, perplexity_score
+from deltanet_hf.evaluation.tasks.code_eval import code_runs_here
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, templates_compiled_once
 from deltanet_hf.evaluation.tasks.local_data import blimp_paradigms, write_task_folder
@@ -94,7 +95,8 @@ class Harness:
         each = None if count is None else -(-count // len(names))
         built = []
         try:
-            loaded = manager.load(names)["tasks"]
+            with code_runs_here():
+                loaded = manager.load(names)["tasks"]
         except OSError as error:
             raise UserError(f"{task.name}: {one_line(error, 300)}; give local files with --data") from error
         for part in loaded.values():

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 import deltanet_hf.evaluation.tasks.lm_eval_model  # noqa: F401  registers the model class with lm-eval
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.evaluation.tasks.code_eval import code_runs_here
 from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, replaced
 from deltanet_hf.evaluation.tasks.local_data import blimp_paradigms, missing_files, write_task_folder
 from deltanet_hf.evaluation.tasks.ruler import Ruler
-from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, check_packages
+from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, check_packages, code_allowed
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import load_config, load_tokenizer
 
@@ -80,6 +81,9 @@ def run_lm_eval(
         if set(requested) <= set(known):
             # Reading the index of all stock tasks takes longer than running the demo's tasks.
             undo.enter_context(replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
+        if code_allowed():
+            arguments = ["--confirm_run_unsafe_code", *arguments]
+        undo.enter_context(code_runs_here())
         arguments = [*command, "--batch_size", "auto", "--include_path", tasks_folder, *arguments]
         undo.enter_context(replaced(sys, "argv", arguments))
         # The stock function runs git, which prints an error where there is no repository.

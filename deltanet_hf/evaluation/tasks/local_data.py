@@ -111,6 +111,8 @@ TASKS: dict[str, LocalTask] = {
         "squad_completion.yaml", _split("squad_completion", "validation"), _squad_completion, own=True
     ),
     "ifeval": LocalTask("ifeval/ifeval.yaml", _split("ifeval", "train")),
+    "humaneval": LocalTask("humaneval/humaneval.yaml", _split("humaneval", "test")),
+    "mbpp": LocalTask("mbpp/mbpp.yaml", _split("mbpp", "test")),
     "arc_easy_rotated": LocalTask("rotated/arc_easy.yaml", _split("arc_easy", "test"), _arc, own=True),
     "arc_challenge_rotated": LocalTask("rotated/arc_challenge.yaml", _split("arc_challenge", "test"), _arc, own=True),
     "openbookqa_rotated": LocalTask("rotated/openbookqa.yaml", _split("openbookqa", "test"), _openbookqa, own=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from importlib import import_module
@@ -73,6 +74,8 @@ RULER = tuple(
 )
 COMPLETION = (SuiteTask("squad_completion", "contains", 0.0),)
 IFEVAL = (SuiteTask("ifeval", "prompt_level_strict_acc", 0.0),)
+CODE = (SuiteTask("humaneval", "pass@1", 0.0), SuiteTask("mbpp", "pass_at_1", 0.0))
+GSM8K = (SuiteTask("gsm8k", "exact_match", 0.0),)
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,13 @@ class Suite:
     """The measurements of a report.
 
     Attributes:
-        tasks: lm-eval tasks; none in the suite `texts`.
+        tasks: lm-eval tasks; none in the suites `texts` and `long`.
         pairs: list sizes of associative recall, in pairs.
         needle_lengths: lengths of the needle probes, in tokens.
         probes: number of recall probes per list size or length.
         speed_lengths: context lengths in tokens at which memory and speed are measured.
         prose_lengths: lengths of the probes with facts in running text, in tokens.
-        text_window: tokens per window of a text.
+        text_windows: tokens per window of a text; each further length takes as many tokens of it as the first.
         repeated: tokens per segment of the exact repeat.
         chat: whether prompts are put into the tokenizer's chat template, if it has one.
     """
@@ -97,7 +100,7 @@ class Suite:
     probes: int = 0
     speed_lengths: tuple[int, ...] = ()
     prose_lengths: tuple[int, ...] = ()
-    text_window: int = 1024
+    text_windows: tuple[int, ...] = (1024,)
     repeated: int = 256
     chat: bool = False
 
@@ -108,12 +111,16 @@ SUITES = {
     # With 128 probes of 4 needles, the standard error is 2 to 4 points.
     "small": Suite(SMALL, (8, 32), (1024, 2048), 128, (1024, 4096), (1024, 2048)),
     "full": Suite(FULL, (4, 8, 16, 32, 64), _LENGTHS, 128, _LENGTHS, _LENGTHS),
+    "long": Suite((), text_windows=(1024, 8192, 32768)),
     "standard": Suite(STANDARD),
     "ruler": Suite(RULER),
     "completion": Suite(COMPLETION),
     "ifeval": Suite(IFEVAL, chat=True),
+    "code": Suite(CODE),
+    "gsm8k": Suite(GSM8K),
 }
 PACKAGES = {"ruler": ("nltk", "scipy", "wonderwords"), "ifeval": ("immutabledict", "langdetect", "nltk")}
+ALLOW_CODE = "HF_ALLOW_CODE_EVAL"  # the variable of the metric `code_eval`
 RULER_LENGTH = 4096  # tokens, unless another length is given
 
 
@@ -129,8 +136,17 @@ def missing_packages(suite: str) -> list[str]:
     return [package for package in PACKAGES.get(suite, ()) if find_spec(package) is None]
 
 
+def code_allowed() -> bool:
+    """Whether the environment allows programs that a model writes to be run."""
+    return os.environ.get(ALLOW_CODE) == "1"
+
+
 def check_packages(suite: str) -> None:
-    """Raises UserError if a package that lm-eval needs for a suite is missing, or IFEval's data of NLTK."""
+    """Raises UserError if what a suite needs is missing: packages, IFEval's data of NLTK, leave to run programs."""
+    if suite == "code" and not code_allowed():
+        raise UserError(
+            f"--suite code runs programs that the model writes; allow it with {ALLOW_CODE}=1, best in a container"
+        )
     if missing := missing_packages(suite):
         raise UserError(f"--suite {suite} needs {' and '.join(missing)}; run pip install 'deltanet-hf[eval]'")
     if suite == "ifeval":

@@ -14,11 +14,11 @@ from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError
 
 
-def token_ids(path: Path, tokenizer: PreTrainedTokenizerBase, needed: int) -> np.ndarray:
-    """At least `needed` token ids [n] int64 of a text file, its documents joined by the end-of-text token.
+def token_ids(path: Path, tokenizer: PreTrainedTokenizerBase, needed: int, wanted: int) -> np.ndarray:
+    """At least `wanted` token ids [n] int64 of a text file, or all, its documents joined by the end-of-text token.
 
     The file is of a format of `deltanet_hf.data.text_files`, or a .npy file with token ids of the same tokenizer.
-    Raises UserError if it cannot be read or has fewer tokens.
+    Raises UserError if it cannot be read or has fewer than `needed` tokens.
     """
     if path.suffix == ".npy":
         if not path.is_file():
@@ -27,7 +27,7 @@ def token_ids(path: Path, tokenizer: PreTrainedTokenizerBase, needed: int) -> np
         if ids.ndim != 1 or ids.size == 0 or ids.max() >= len(tokenizer):
             raise UserError(f"{path}: expected a 1-D array of token ids below {len(tokenizer)}")
     else:
-        ids = encode_documents(TextFile(path, option="--text").documents(), tokenizer, needed)
+        ids = encode_documents(TextFile(path, option="--text").documents(), tokenizer, wanted)
     if ids.size < needed:
         raise UserError(f"{path}: {ids.size} tokens, but {needed} are needed; give a longer text or fewer windows")
     return ids

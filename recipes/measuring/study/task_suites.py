@@ -8,7 +8,9 @@ In per cent, with the standard error NAME_se beside each value:
 - completion: SQuAD, whether the text that is generated holds the answer;
 - ifeval: all prompts of IFEval, in the chat template if the tokenizer has one; those of which all instructions are
   followed (strict);
-- standard: accuracy over the eight tasks of the suite of this name, 500 items of each.
+- standard: accuracy over the eight tasks of the suite of this name, 500 items of each;
+- humaneval, mbpp: the programs that pass their tests, if `HF_ALLOW_CODE_EVAL=1` allows to run them, and gsm8k, the
+  problems whose last number is right, of all items; generated greedily.
 
 Texts, prompts and scores are lm-eval's, the others without a chat template. Answers to RULER end after `ANSWER` tokens,
 where lm-eval lets niah_* have 128: they are to be the first tokens. A column without data or packages has no value; the
@@ -24,11 +26,28 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.tasks.suites import SUITES, SuiteTask, missing_packages
+from deltanet_hf.evaluation.tasks.suites import (
+    ALLOW_CODE,
+    CODE,
+    COMPLETION,
+    GSM8K,
+    IFEVAL,
+    RULER,
+    STANDARD,
+    SuiteTask,
+    code_allowed,
+    missing_packages,
+)
 
-COLUMNS = ("niah_2k", "niah_4k", "niah_8k", "niah_16k", "niah_32k", "vt_4k", "completion", "ifeval", "standard")
-SETS: dict[str, tuple[int, int | str]] = {"standard": (500, "auto"), "completion": (500, "auto"), "ifeval": (541, 541)}
-"""Items of a task, and how many are answered together: of IFEval all, for 1,280 tokens take as many steps for one."""
+SETS: dict[str, tuple[tuple[SuiteTask, ...], int, int | str]] = {
+    "completion": (COMPLETION, 500, "auto"),
+    "ifeval": (IFEVAL, 541, 541),
+    "standard": (STANDARD, 500, "auto"),
+    "humaneval": (CODE[:1], 164, 164),
+    "mbpp": (CODE[1:], 500, 125),
+    "gsm8k": (GSM8K, 1319, 120),
+}
+"""Column -> its tasks, items of a task, and how many are answered together: many, for a step takes as long for one."""
 RULER_ITEMS = {2048: 128, 4096: 128, 8192: 128, 16384: 32, 32768: 16}  # by the tokens of a text
 ANSWER = 32  # tokens
 NIAH, VT = ("niah_single_1", "niah_multikey_2"), ("ruler_vt",)
@@ -40,6 +59,7 @@ LENGTHS = {
     32768: (("niah_32k", NIAH),),
 }
 """Tokens of RULER's texts -> the columns with their tasks."""
+COLUMNS = (*(column for columns in LENGTHS.values() for column, _ in columns), *SETS)
 _PROMPT_TOKENS = 2**18  # of the prompts that are continued at the same time
 _PROMPT_PAIRS = 2**31  # of their tokens: sliding layers of a teacher have a mask over all
 
@@ -71,14 +91,16 @@ class TaskSuites:
         self.tokenizer = tokenizer
         self.missing: dict[str, str] = {}
         self.parts: list[Part] = []
-        for column, (items, rows) in SETS.items():
-            tasks, chat = SUITES[column].tasks, tokenizer if SUITES[column].chat else None
+        for column, (tasks, items, rows) in SETS.items():
+            chat = tokenizer if tasks is IFEVAL else None
             of = {column: [task.name for task in tasks]}
-            if files := missing_files(of[column], data):
+            if tasks[0] in CODE and not code_allowed():
+                self.missing[column] = f"needs {ALLOW_CODE}=1"
+            elif files := missing_files(of[column], data):
                 self.missing[column] = f"no {', '.join(files)}"
             else:
                 self.parts.append(_part(tasks, data, min(limit or items, items), of, rows, chat=chat))
-        known = {task.name: task for task in SUITES["ruler"].tasks}
+        known = {task.name: task for task in RULER}
         absent = missing_packages("ruler")
         for length, columns in LENGTHS.items():
             if absent or length > longest:
