@@ -6,12 +6,15 @@ softmax layer of the model: `set_cache_bits` puts it there and takes it away aga
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from deltanet_hf.mixers.attention.far_positions import FarSoftmax
+from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
@@ -66,7 +69,11 @@ class PackedSoftmax:
 
 
 def call_packed(
-    family: Callable[..., Any], kept: PackedReach, call: LayerCall, inputs: dict[str, Any]
+    family: Callable[..., Any],
+    kept: PackedReach,
+    call: LayerCall,
+    inputs: dict[str, Any],
+    turn: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, None]:
     """A call of a family's attention on packed keys and values: ([B, T, hidden], None).
 
@@ -74,6 +81,7 @@ def call_packed(
         family: the forward of the family's attention.
         call: its cache takes the new tokens.
         inputs: other keyword arguments of `family`.
+        turn: cos and sin by which queries turn before they meet sinks, or None (`sinks_apart.py`).
 
     Raises:
         ValueError: packed sequences without a cache that knows their lengths, or a static cache.
@@ -86,7 +94,7 @@ def call_packed(
     length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
-    held = PackedTokens(
+    held = (PackedTokens if turn is None else functools.partial(TurnedSinks, turn=turn))(
         kept,
         call.state or {},
         call.padding,
@@ -113,6 +121,8 @@ def pack_softmax(attention: Any, bits: int) -> None:
     if isinstance(attention, PackedSoftmax):
         attention.__class__ = type(attention).__bases__[1]
         attention.config = attention.config.whole
+        if isinstance(attention, FarSoftmax):
+            attention.route()
     attention.cache_bits = bits
     if bits < 16:
         family: type[nn.Module] = type(attention)

@@ -1,0 +1,136 @@
+"""The setting of a model that reads further than its teacher, `positions` in the `deltanet` entry of config.json.
+
+    {"kind": "yarn", "teacher": 8192, "context": 32768}
+
+Windows keep the teacher's positions and see sinks as from a bounded one; whole heads get positions that reach as far as
+the context. `mixers/attention/far_positions.py` says what the layers are given.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.far_positions import Angles, make_far
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
+from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
+from deltanet_hf.mixers.window import WindowAttention
+
+PositionKind = Literal["yarn", "nope"]
+FURTHEST_SINK = 4096  # positions from which sinks are seen, at most
+
+
+@dataclass(frozen=True)
+class FarPositions:
+    """How far a model reads, and the positions of its whole heads.
+
+    `yarn`: YaRN (arXiv 2309.00071) with the factor context / teacher. `nope`: none, and queries at position p, from 0,
+    are multiplied by log(p + a) / log a with a = the teacher's positions (HALO, SWAN): a head without positions spreads
+    over longer texts unless its scores grow.
+    """
+
+    kind: PositionKind
+    teacher: int  # positions that the teacher was trained on
+    context: int  # those that the model reads
+
+    @classmethod
+    def from_dict(cls, values: Any) -> FarPositions:
+        """Read the setting.
+
+        Raises:
+            ValueError: naming the key that is wrong.
+        """
+        where = "deltanet.positions"
+        if not isinstance(values, Mapping) or set(values) != {"kind", "teacher", "context"}:
+            raise ValueError(f"{where}: got {values!r}, expected the keys kind, teacher and context")
+        check_choice(where, "kind", values["kind"], get_args(PositionKind))
+        check_at_least(where, "teacher", values["teacher"], 2)
+        check_at_least(where, "context", values["context"], values["teacher"] + 1)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sink_bound(self, reach: int) -> int:
+        """The furthest position from which sinks are seen, where windows hold them up to the position `reach`."""
+        return max(reach, min(FURTHEST_SINK, self.teacher // 2))
+
+    @property
+    def title(self) -> str:
+        """The positions of whole heads, for people."""
+        return f"YaRN x {self.context / self.teacher:g}" if self.kind == "yarn" else "no positions"
+
+
+class FarRotary(nn.Module):
+    """Stands for the family's rotary embedding `own`; the results are as in `mixers/attention/far_positions.py`."""
+
+    def __init__(self, own: nn.Module, positions: FarPositions, sink_bound: int, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.own, self.positions, self.sink_bound = own, positions, sink_bound
+        self.whole = _yarn(own, positions, config) if positions.kind == "yarn" else None
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
+        """x gives dtype and device; position_ids [B or 1, T]."""
+        cos, sin = self.own(x, position_ids)
+        turn = self.own(x, position_ids.clamp_max(self.sink_bound) - position_ids)
+        if self.whole is not None:
+            return cos, sin, *self.whole(x, position_ids), *turn
+        a = self.positions.teacher
+        scale = (position_ids + a).float().log() / math.log(a)
+        return cos, sin, torch.ones_like(cos), torch.zeros_like(sin), *turn, scale
+
+
+def _yarn(own: nn.Module, positions: FarPositions, config: PreTrainedConfig) -> nn.Module:
+    """The family's rotary embedding with the frequencies of YaRN."""
+    changed: Any = copy.deepcopy(config)
+    changed.rope_parameters = changed.rope_parameters | {
+        "rope_type": "yarn",
+        "factor": positions.context / positions.teacher,
+        "original_max_position_embeddings": positions.teacher,
+    }
+    return type(own)(config=changed)
+
+
+def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
+    """Let a model, whose layers are in their places, read by these positions.
+
+    Raises:
+        UserError: the family's positions cannot be extended, or there are layers other than windows and softmax.
+    """
+    decoder, config = model.model, model.config
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default":
+        raise UserError(
+            f"context: got a teacher whose rotary positions are {rope.get('rope_type', 'set by layer')}, and only "
+            "default ones can be extended; convert without --context"
+        )
+    windows: list[WindowAttention] = []
+    for index, layer in enumerate(decoder.layers):
+        if sliding_window(config, index) is not None or not getattr(layer.self_attn, "use_rope", True):
+            raise UserError(
+                f"context: layer {index} of the teacher slides or has no rotary positions, which cannot be extended; "
+                "convert without --context"
+            )
+        for branch in branches_of(layer.self_attn).values():
+            if isinstance(branch, WindowAttention):
+                windows.append(branch)
+            elif isinstance(branch, LayerKind):
+                raise UserError(
+                    f"context: layer {index} is {branch.name}, which reads no further than the teacher; take --mixer "
+                    f"{WindowAttention.name}, or leave out --context"
+                )
+            else:
+                make_far(branch, positions.kind == "nope")
+    bound = positions.sink_bound(max((one.settings.window + one.settings.sinks for one in windows), default=0))
+    for window in windows:
+        window.sink_bound = bound
+    decoder.rotary_emb = FarRotary(decoder.rotary_emb, positions, bound, config)
