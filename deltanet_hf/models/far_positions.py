@@ -78,6 +78,11 @@ class FarRotary(nn.Module):
         self.own, self.positions, self.sink_bound = own, positions, sink_bound
         self.whole = _yarn(own, positions, config) if positions.kind == "yarn" else None
 
+    @property
+    def scales_queries(self) -> bool:
+        """Whether the results have a scale of queries."""
+        return self.whole is None
+
     def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
         """x gives dtype and device; position_ids [B or 1, T]."""
         cos, sin = self.own(x, position_ids)
@@ -113,7 +118,8 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
             f"context: got a teacher whose rotary positions are {rope.get('rope_type', 'set by layer')}, and only "
             "default ones can be extended; convert without --context"
         )
-    windows: list[WindowAttention] = []
+    windows: list[Any] = []
+    whole: list[Any] = []
     for index, layer in enumerate(decoder.layers):
         if sliding_window(config, index) is not None or not getattr(layer.self_attn, "use_rope", True):
             raise UserError(
@@ -129,8 +135,11 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
                     f"{WindowAttention.name}, or leave out --context"
                 )
             else:
-                make_far(branch, positions.kind == "nope")
+                whole.append(branch)
     bound = positions.sink_bound(max((one.settings.window + one.settings.sinks for one in windows), default=0))
+    rotary = FarRotary(decoder.rotary_emb, positions, bound, config)
     for window in windows:
         window.sink_bound = bound
-    decoder.rotary_emb = FarRotary(decoder.rotary_emb, positions, bound, config)
+    for attention in whole:
+        make_far(attention, rotary.scales_queries)
+    decoder.rotary_emb = rotary
