@@ -76,7 +76,9 @@ class FarRotary(nn.Module):
     def __init__(self, own: nn.Module, positions: FarPositions, sink_bound: int, config: PreTrainedConfig) -> None:
         super().__init__()
         self.own, self.positions, self.sink_bound = own, positions, sink_bound
-        self.whole = _yarn(own, positions, config) if positions.kind == "yarn" else None
+        self.whole: Any = None
+        if positions.kind == "yarn":
+            self.whole = type(own)(config=yarn_config(config, positions.teacher, positions.context))  # type: ignore[call-arg]
 
     @property
     def scales_queries(self) -> bool:
@@ -94,15 +96,16 @@ class FarRotary(nn.Module):
         return cos, sin, torch.ones_like(cos), torch.zeros_like(sin), *turn, scale
 
 
-def _yarn(own: nn.Module, positions: FarPositions, config: PreTrainedConfig) -> nn.Module:
-    """The family's rotary embedding with the frequencies of YaRN."""
+def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrainedConfig:
+    """A copy of a family's configuration with YaRN from the teacher's positions to those of the context."""
     changed: Any = copy.deepcopy(config)
+    changed.max_position_embeddings = context
     changed.rope_parameters = changed.rope_parameters | {
         "rope_type": "yarn",
-        "factor": positions.context / positions.teacher,
-        "original_max_position_embeddings": positions.teacher,
+        "factor": context / teacher,
+        "original_max_position_embeddings": teacher,
     }
-    return type(own)(config=changed)
+    return changed  # type: ignore[no-any-return]
 
 
 def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
