@@ -156,6 +156,7 @@ class StageRun:
             stage.temperature,
             stage.direction == "reverse",
             stage.recall_weight,
+            stage.far_ce_weight,
         )
         teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
         layers = [*decoder_layers(self.student), *decoder_layers(teacher)]
@@ -178,6 +179,7 @@ class StageRun:
             hidden_error,
             stage.recall_weight,
             adapters,
+            int(teacher.config.max_position_embeddings) if stage.far_ce_weight > 0 else None,
         )
         self.runtime.shard(objective, layers, teacher)
         feed = RowFeed(self.data.training, stage, self.runtime, score_all=False)
