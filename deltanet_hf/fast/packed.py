@@ -50,9 +50,7 @@ def is_packed(attention: Any) -> bool:
 
 
 def _is_known(branch: Any) -> bool:
-    if not isinstance(branch, (PackedSoftmax, WindowAttention)):
-        return False
-    family = type(branch).__bases__[1]
+    family: Any = type(branch).__bases__[1] if isinstance(branch, (PackedSoftmax, WindowAttention)) else object
     family = family.__bases__[1] if issubclass(family, FarSoftmax) else family
     return family.__name__ in FAMILIES and branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear
 

@@ -33,11 +33,13 @@ Angles = tuple[Tensor, ...]
 
 def whole_angles(angles: Angles) -> tuple[PositionEmbeddings, Tensor | None]:
     """Cos and sin of whole heads, and the scale of their queries [B or 1, T], if they have one."""
-    cos, sin = angles[2:4] if len(angles) > 2 else angles
-    return (cos, sin), angles[6] if len(angles) > 6 else None
+    first = 2 if len(angles) > 2 else 0
+    return (angles[first], angles[first + 1]), angles[6] if len(angles) > 6 else None
 
 
-def window_angles(angles: Angles, bound: int | None, cache: Any, length: int) -> tuple[Angles, Angles | None]:
+def window_angles(
+    angles: Angles, bound: int | None, cache: Any, length: int
+) -> tuple[PositionEmbeddings, PositionEmbeddings | None]:
     """Cos and sin of a window, and those of the way back, which only texts beyond the bound need.
 
     Args:
@@ -48,9 +50,8 @@ def window_angles(angles: Angles, bound: int | None, cache: Any, length: int) ->
     seen = 0 if cache is None else cache.get_seq_length()
     # The host does not know how long texts are in static caches and while a recorded step is replayed.
     unknown = isinstance(seen, Tensor) or (cache is not None and cache.fixed)
-    if bound is None or not (unknown or seen + length > bound):
-        return angles[:2], None
-    return angles[:2], angles[4:6]
+    is_beyond = bound is not None and (unknown or seen + length > bound)
+    return (angles[0], angles[1]), (angles[4], angles[5]) if is_beyond else None
 
 
 class FarSoftmax:

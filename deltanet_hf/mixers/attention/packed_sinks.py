@@ -27,7 +27,8 @@ class TurnedSinks(PackedTokens):
 
     def __init__(self, kept: PackedReach, *more: Any, turn: tuple[Tensor, Tensor], **named: Any) -> None:
         super().__init__(replace(kept, sinks=0), *more, **named)
-        self._sinks, self._turn = kept.sinks, turn
+        assert kept.window is not None
+        self._window, self._sinks, self._turn = kept.window, kept.sinks, turn
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """As in the base class."""
@@ -35,7 +36,7 @@ class TurnedSinks(PackedTokens):
         near, lse = super().attend(q, k, v, scale, softcap)
         keys, values = self._first(k, v)
         sinks = torch.arange(1, keys.shape[1] + 1, device=q.device)
-        seen = (tokens.numbers.unsqueeze(2) - sinks >= self.kept.window) & (sinks <= self._sinks)
+        seen = (tokens.numbers.unsqueeze(2) - sinks >= self._window) & (sinks <= self._sinks)
         return with_sinks(near, lse, turned(q, self._turn), keys, values, seen, Scores(scale, softcap))
 
     def _first(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def call_packed(
     kept: PackedReach,
     call: LayerCall,
     inputs: dict[str, Any],
-    turn: tuple[Tensor, ...] | None = None,
+    turn: PositionEmbeddings | None = None,
 ) -> tuple[Tensor, None]:
     """A call of a family's attention on packed keys and values: ([B, T, hidden], None).
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -159,6 +160,8 @@ class StageRun:
             stage.far_ce_weight,
         )
         teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
+        config: Any = teacher.config
+        positions = int(config.max_position_embeddings)
         layers = [*decoder_layers(self.student), *decoder_layers(teacher)]
         chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
         hidden_error = relative_squared_error
@@ -179,7 +182,7 @@ class StageRun:
             hidden_error,
             stage.recall_weight,
             adapters,
-            int(teacher.config.max_position_embeddings) if stage.far_ce_weight > 0 else None,
+            positions if stage.far_ce_weight > 0 else None,
         )
         self.runtime.shard(objective, layers, teacher)
         feed = RowFeed(self.data.training, stage, self.runtime, score_all=False)
