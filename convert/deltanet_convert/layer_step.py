@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
-from deltanet_hf.mixers.attention.far_positions import make_far
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.parts import Part
-from deltanet_hf.models.far_positions import FarRotary
+from deltanet_hf.models.far_positions import FarRotary, make_far
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, LayerTable
 from deltanet_hf.process_memory import give_back_freed_memory
 
@@ -94,6 +94,7 @@ class LayerStep:
         assert inputs is not None
         if work.converted:
             _empty_layer(new, self.device)
+            self._place_positions(new)
             work.figures = self._start(work, inputs)
         else:
             normed = new.float().to_empty(device=self.device)
@@ -112,8 +113,7 @@ class LayerStep:
         inputs, wanted = _advance(layer, activations.held_out, work.kwargs, keep=work.changes)
         figures = self._check(work, inputs, wanted) if work.changes else {}
         layer.self_attn = work.new
-        if self._rotary is not None and not work.converted:
-            make_far(work.new, self._rotary.scales_queries)
+        self._place_positions(work.new)
         if work.key_order is not None:
             set_key_order(work.new, work.key_order)
         _round(layer, self.dtype)
@@ -155,6 +155,13 @@ class LayerStep:
         if not isinstance(meta, FarRotary):
             return None
         return FarRotary(self.stream.model.model.rotary_emb, meta.positions, meta.sink_bound, self.student.config)
+
+    def _place_positions(self, attention: nn.Module) -> None:
+        """Let the whole heads of a student that reads further rotate by the teacher's rotary embedding."""
+        if self._rotary is not None:
+            for branch in branches_of(attention).values():
+                if not isinstance(branch, LayerKind):
+                    make_far(branch, self._rotary)
 
     def _of_student(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the student's layer for those of the teacher's."""

@@ -19,7 +19,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
-from deltanet_hf.models.far_positions import FarPositions
+from deltanet_hf.models.far_positions import FarPositions, PositionKind
 from deltanet_hf.models.layers import LayerTable
 
 from .calibration_text import FEWEST_TOKENS
@@ -151,10 +151,11 @@ class ConvertOptions(Options):
         ),
     ] = None
     positions: Annotated[
-        Literal["yarn", "nope"],
+        PositionKind,
         Option(
             help="Positions of whole heads with --context. `yarn`: the teacher's, stretched (YaRN). `nope`: none, with "
-            "scores that grow with the length; train such a model before use."
+            "scores that grow with the length; train such a model before use. `cut`: the teacher's, with longer "
+            "distances than its own cut (ReRoPE); only with --cache-bits 16."
         ),
     ] = "yarn"
     dtype: Annotated[

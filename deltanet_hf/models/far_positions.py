@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.attention.far_positions import Angles, make_far
+from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
+from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, ScaledSoftmax
+from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
 from deltanet_hf.mixers.window import WindowAttention
 
-PositionKind = Literal["yarn", "nope"]
+PositionKind = Literal["yarn", "nope", "cut"]
 FURTHEST_SINK = 4096  # positions from which sinks are seen, at most
 
 
@@ -35,7 +37,8 @@ class FarPositions:
 
     `yarn`: YaRN (arXiv 2309.00071) with the factor context / teacher. `nope`: none, and queries at position p, from 0,
     are multiplied by log(p + a) / log a with a = the teacher's positions (HALO, SWAN): a head without positions spreads
-    over longer texts unless its scores grow.
+    over longer texts unless its scores grow. `cut`: the teacher's, with longer distances than it was trained on cut
+    (`mixers/attention/cut_distances.py`).
     """
 
     kind: PositionKind
@@ -67,7 +70,8 @@ class FarPositions:
     @property
     def title(self) -> str:
         """The positions of whole heads, for people."""
-        return f"YaRN x {self.context / self.teacher:g}" if self.kind == "yarn" else "no positions"
+        titles = {"yarn": f"YaRN x {self.context / self.teacher:g}", "nope": "no positions", "cut": "cut distances"}
+        return titles[self.kind]
 
 
 class FarRotary(nn.Module):
@@ -81,9 +85,9 @@ class FarRotary(nn.Module):
             self.whole = type(own)(config=yarn_config(config, positions.teacher, positions.context))  # type: ignore[call-arg]
 
     @property
-    def scales_queries(self) -> bool:
-        """Whether the results have a scale of queries."""
-        return self.whole is None
+    def rope_type(self) -> str:
+        """By the names of transformers: `dynamic` depends on the length of a text, so that no step is recorded."""
+        return "dynamic" if self.positions.kind == "cut" else "default"
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
         """x gives dtype and device; position_ids [B or 1, T]."""
@@ -91,9 +95,12 @@ class FarRotary(nn.Module):
         turn = self.own(x, position_ids.clamp_max(self.sink_bound) - position_ids)
         if self.whole is not None:
             return cos, sin, *self.whole(x, position_ids), *turn
+        rotated_by_nothing = torch.ones_like(cos), torch.zeros_like(sin)
+        if self.positions.kind == "cut":
+            return cos, sin, *rotated_by_nothing, *turn, position_ids
         a = self.positions.teacher
         scale = (position_ids + a).float().log() / math.log(a)
-        return cos, sin, torch.ones_like(cos), torch.zeros_like(sin), *turn, scale
+        return cos, sin, *rotated_by_nothing, *turn, scale
 
 
 def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrainedConfig:
@@ -106,6 +113,21 @@ def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrai
         "original_max_position_embeddings": teacher,
     }
     return changed  # type: ignore[no-any-return]
+
+
+FRONTS: dict[PositionKind, type[FarSoftmax]] = {"yarn": FarSoftmax, "nope": ScaledSoftmax, "cut": CutSoftmax}
+"""What stands before a family's attention."""
+
+
+def make_far(attention: Any, rotary: FarRotary) -> None:
+    """Let a family's attention read by the positions of whole heads; again, by those of another rotary embedding."""
+    positions = rotary.positions
+    if not isinstance(attention, FarSoftmax):
+        front, family = FRONTS[positions.kind], type(attention)
+        attention.__class__ = paired_class(front, family, f"{front.__name__}{family.__name__}")
+        attention.route()
+    if isinstance(attention, CutSoftmax):
+        attention.rotary, attention.limit = (rotary.own,), positions.teacher
 
 
 def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
@@ -144,5 +166,5 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
     for window in windows:
         window.sink_bound = bound
     for attention in whole:
-        make_far(attention, rotary.scales_queries)
+        make_far(attention, rotary)
     decoder.rotary_emb = rotary

@@ -23,11 +23,11 @@ from support.tiny_conversion import opened, teacher_folder, text_file, tiny_conv
 WINDOWS: dict[str, Any] = {"mixer": "window", "changes": ("window=16",), "layers": "keep:1", "context": "512"}
 
 
-@pytest.mark.parametrize("positions", ["yarn", "nope"])
+@pytest.mark.parametrize("positions", ["yarn", "nope", "cut"])
 @torch.no_grad()
 def test_what_is_measured_is_the_model_that_is_loaded(tmp_path: Path, positions: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama")
-    options = {**WINDOWS, "positions": positions, "cache_bits": 4}
+    options = {**WINDOWS, "positions": positions, "cache_bits": 16 if positions == "cut" else 4}
     report = tiny_conversion(teacher, tmp_path / "out", **options)
     model: Any = set_cache_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), 16)
     reference: Any = AutoModelForCausalLM.from_pretrained(teacher).eval()
@@ -69,6 +69,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             ({"teacher": plain, "context": "128"}, UserError, "--context 128: the teacher reads 128 tokens itself"),
             ({"teacher": plain, "context": "far"}, UserError, "--context: 'far' is no length in tokens"),
             ({"teacher": scaled}, UserError, "positions are linear, and only default ones can be extended"),
+            ({"teacher": plain, "positions": "cut", "cache_bits": 4}, UserError, "cut distances need keys in 16"),
             ({"teacher": sliding}, UserError, "layer 0 of the teacher slides"),
             ({"teacher": plain, "mixer": "gated_deltanet"}, UserError, "take --mixer window, or leave out --context"),
         ],

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import LayerTable, converted_config
+from deltanet_hf.decoding import decoded_by
 from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import UserError
@@ -36,7 +37,7 @@ from support.tiny_models import mixed_table, randomise, teacher_config
 
 TEACHER, CONTEXT, THETA = 32, 128, 1e4
 IDS = torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(0))
-FORMS = [("yarn", 16), ("yarn", 8), ("yarn", 4), ("nope", 16), ("nope", 4)]
+FORMS = [("yarn", 16), ("yarn", 8), ("yarn", 4), ("nope", 16), ("nope", 4), ("cut", 16)]
 
 
 def table(positions: FarPositions | None = None) -> LayerTable:
@@ -82,14 +83,15 @@ def defined(branch: Any, x: Tensor, kind: str, bits: int) -> Tensor:
     """The output of a whole or a window branch for x [B, T, hidden], pair of tokens by pair of tokens."""
     size, token = branch.head_dim, torch.arange(x.shape[1])
     q, k, v = (getattr(branch, f"{name}_proj")(x).unflatten(-1, (-1, size)) for name in "qkv")
-    is_window = isinstance(branch, WindowAttention)
+    plain, is_window = k, isinstance(branch, WindowAttention)
     by = frequencies(size, kind == "yarn" and not is_window)
-    if is_window or kind == "yarn":
-        scale = 1 if is_window else 0.1 * math.log(CONTEXT / TEACHER) + 1
+    cut = 0 if is_window or kind != "cut" else TEACHER
+    if is_window or kind != "nope":
+        scale = 1 if is_window or cut else 0.1 * math.log(CONTEXT / TEACHER) + 1
         near, k = rotated(q, token, by) * scale, rotated(k, token, by) * scale
     else:
         near = q * ((token + TEACHER).double().log() / math.log(TEACHER))[:, None, None]
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    plain, k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (plain, k, v))
     own = packed = (k, v)
     if bits < 16:
         own = rounded_tokens(k), rounded_tokens(v)
@@ -106,6 +108,9 @@ def defined(branch: Any, x: Tensor, kind: str, bits: int) -> Tensor:
         return torch.where(is_own, whole, rounded)
 
     scores, seen = products(near), distance >= 0
+    if cut:
+        far = torch.einsum("bthd,bshd->bhts", rotated(q, 0 * token + cut - 1, by), plain)
+        scores = torch.where(distance < cut, scores, far)
     if is_window:
         window, bound = branch.settings.window, 40 + 3  # half the teacher's positions would not hold the longest window
         scores = torch.where((distance >= window) & is_sink, products(rotated(q, token.clamp_max(bound), by)), scores)
@@ -152,10 +157,10 @@ def test_every_form_of_cache_computes_the_definition(kind: str, bits: int) -> No
         assert max(map(differs, found)) < 1e-6
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_padded_and_packed_rows_are_those_alone(bits: int) -> None:
+@pytest.mark.parametrize(("kind", "bits"), [("yarn", 16), ("yarn", 4), ("cut", 16)])
+def test_padded_and_packed_rows_are_those_alone(kind: str, bits: int) -> None:
     with Float64(), torch.no_grad():
-        model = far("yarn", bits).double()
+        model = far(kind, bits).double()
         wanted = [model(IDS[:1], use_cache=False).logits[0], model(IDS[1:, :71], use_cache=False).logits[0]]
         ids, mask = IDS.clone(), torch.ones_like(IDS)
         ids[1, 29:], mask[1, :29] = IDS[1, :71], 0
@@ -187,6 +192,17 @@ def test_windows_see_a_text_within_the_bound_as_without_the_setting() -> None:
         own, further = made(windows, bits), made(replace(windows, positions=FarPositions("yarn", TEACHER, 64)), bits)
         assert torch.equal(own(short).logits, further(short).logits)
         assert not torch.equal(own(IDS).logits, further(IDS).logits)
+
+
+@torch.no_grad()
+def test_cut_distances_change_nothing_within_the_teachers_positions(recorder: Recorder) -> None:
+    own, cut = made(table()), far("cut")
+    short, long = IDS[:, :TEACHER], IDS[:, : TEACHER + 1]
+    torch.testing.assert_close(cut(short).logits, own(short).logits, rtol=1e-5, atol=1e-5)
+    assert (cut(long).logits - own(long).logits)[:, -1].abs().max() > 1e-4
+    options: Any = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_length": TEACHER}
+    assert torch.equal(cut.generate(IDS[:, :9], **options), own.generate(IDS[:, :9], **options))
+    assert decoded_by(cut) == "separate launches: model.rotary_emb: its rotary embedding depends on the length"
 
 
 @pytest.fixture
@@ -241,8 +257,9 @@ def test_it_is_saved_and_loaded_and_known_to_sessions(tmp_path: Path) -> None:
     assert model_identity(model)["config"] != model_identity(far("nope", 4))["config"]
 
 
-def test_gradients_reach_whole_heads_and_windows() -> None:
-    model = far("yarn").train()
+@pytest.mark.parametrize("kind", ["yarn", "cut"])
+def test_gradients_reach_whole_heads_and_windows(kind: str) -> None:
+    model = far(kind).train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     assert all(bool(weight.grad.abs().sum() > 0) for name, weight in model.named_parameters() if "q_proj.w" in name)
 
@@ -254,7 +271,11 @@ def test_what_is_refused() -> None:
         FarPositions.from_dict,
         [
             ({"values": 3}, ValueError, "expected the keys kind, teacher and context"),
-            ({"values": {**values, "kind": "linear"}}, ValueError, "kind: got 'linear', expected one of yarn, nope"),
+            (
+                {"values": {**values, "kind": "linear"}},
+                ValueError,
+                "kind: got 'linear', expected one of yarn, nope, cut",
+            ),
             ({"values": {**values, "context": 32}}, ValueError, "context: got 32, .* at least 33"),
         ],
     )
@@ -267,5 +288,6 @@ def test_what_is_refused() -> None:
             ({"layers": windows, "family": "gemma3_text"}, UserError, "set by layer"),
             ({"layers": windows, "family": "mistral"}, UserError, "layer 0 of the teacher slides"),
             ({"layers": windows, "family": "smollm3"}, UserError, "layer 2 .* no rotary positions"),
+            ({"layers": table(replace(far_away, kind="cut")), "bits": 4}, UserError, "cut distances need keys in 16"),
         ],
     )

@@ -58,11 +58,12 @@ def test_a_row_for_the_teacher_and_for_every_kind_of_positions(
     head = json.loads(out.read_text())
     rows = {row.pop("model"): row for row in head["rows"]}
     assert list(rows) == [
-        "teacher", "teacher, YaRN", "converted, as it is", "converted, yarn", "converted, nope", "trained"
+        "teacher", "teacher, YaRN", "converted, as it is", "converted, yarn", "converted, nope",
+        "converted, cut", "trained"
     ]  # fmt: skip
     assert head["command"].endswith("context teacher novels.npy rows.json --model=trained=FOLDER")
     assert rows["trained"] == rows["teacher"]
-    assert len({row["nats_512"] for row in rows.values()}) == 5
+    assert len({row["nats_512"] for row in rows.values()}) == 6
     assert rows["converted, yarn"]["MB_512"] < rows["teacher"]["MB_512"]
     model: Any = AutoModelForCausalLM.from_pretrained(teacher).eval()
     ids = torch.from_numpy(np.load(novels).astype(np.int64))

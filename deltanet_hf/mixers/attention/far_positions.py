@@ -7,21 +7,21 @@ its layers six or seven tensors in the place of cos and sin, each [B or 1, T, ..
     cos, sin                   the teacher's, for windows
     whole_cos, whole_sin       those of whole heads
     turn_cos, turn_sin         by which a query turns back from its position p to min(p, bound), before it meets sinks
-    scale                      of the queries of whole heads [B or 1, T], where they have one
+    scale, or positions        of the queries of whole heads [B or 1, T], where their attention takes one
 
-The caches hold keys as these rotate them; nothing is rotated when they are read.
+The caches hold keys as these rotate them. Nothing is rotated when they are read, but where distances are cut.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 
@@ -32,7 +32,7 @@ Angles = tuple[Tensor, ...]
 
 
 def whole_angles(angles: Angles) -> tuple[PositionEmbeddings, Tensor | None]:
-    """Cos and sin of whole heads, and the scale of their queries [B or 1, T], if they have one."""
+    """Cos and sin of whole heads, and the last tensor [B or 1, T], if there is one."""
     first = 2 if len(angles) > 2 else 0
     return (angles[first], angles[first + 1]), angles[6] if len(angles) > 6 else None
 
@@ -57,8 +57,18 @@ def window_angles(
 class FarSoftmax:
     """Stands before the class of a family's attention (`paired_class`), all of whose heads are whole."""
 
+    implementation: ClassVar[str | None] = None
+    """The name under which the family's attention finds a function of its own; None for the model's."""
     config: Any
-    scales_queries: bool
+
+    def further(self, own: Tensor | None, call: dict[str, Any]) -> dict[str, Any]:
+        """What that function is given beside q, k and v.
+
+        Args:
+            own: the last of the angles.
+            call: further arguments of the layer's call.
+        """
+        return {}
 
     def forward(
         self,
@@ -68,39 +78,43 @@ class FarSoftmax:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], attention weights or None)."""
-        angles, scale = whole_angles(position_embeddings)
-        scaled = {} if scale is None else {"query_scale": scale}
+        angles, own = whole_angles(position_embeddings)
         return super().forward(  # type: ignore[misc, no-any-return]
             hidden_states=hidden_states,
             position_embeddings=angles,
             attention_mask=attention_mask,
-            **scaled,
+            **self.further(own, kwargs),
             **kwargs,
         )
 
     def route(self) -> None:
-        """Let the family's attention find `attend`, if queries have a scale."""
-        if self.scales_queries:
-            self.config = RoutedConfig(self.config, IMPLEMENTATION)
+        """Let the family's attention find its function."""
+        if self.implementation is not None:
+            self.config = RoutedConfig(self.config, self.implementation)
 
 
-def make_far(attention: Any, scales_queries: bool) -> None:
-    """Let a family's attention rotate by the angles of whole heads."""
-    family = type(attention)
-    attention.__class__ = paired_class(FarSoftmax, family, f"Far{family.__name__}")
-    attention.scales_queries = scales_queries
-    attention.route()
+class ScaledSoftmax(FarSoftmax):
+    """As the base class, with queries that have a scale."""
+
+    implementation = IMPLEMENTATION
+
+    def further(self, own: Tensor | None, call: dict[str, Any]) -> dict[str, Any]:
+        return {"query_scale": own}
 
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, query_scale: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function on queries [B, HQ, T, D] times their scale [B or 1, T]."""
+    scaled = query * query_scale[:, None, :, None].to(query.dtype)
+    return own_attention(module)(module, scaled, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def own_attention(module: Any) -> Callable[..., Any]:
+    """The attention function that the model's configuration names."""
     by_family: Any = sys.modules[type(module).__module__]
     name = module.config.whole._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, by_family.eager_attention_forward)
-    scaled = query * query_scale[:, None, :, None].to(query.dtype)
-    return function(module, scaled, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, by_family.eager_attention_forward)  # type: ignore[no-any-return]
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.paired_class import paired_class
@@ -125,6 +127,10 @@ def pack_softmax(attention: Any, bits: int) -> None:
             attention.route()
     attention.cache_bits = bits
     if bits < 16:
+        if isinstance(attention, CutSoftmax):
+            raise UserError(
+                f"cache bits: got {bits}, and cut distances need keys in 16; take 16 bits, or positions of another kind"
+            )
         family: type[nn.Module] = type(attention)
         attention.__class__ = paired_class(PackedSoftmax, family, f"Packed{family.__name__}")
         attention.config = RoutedConfig(attention.config, IMPLEMENTATION)

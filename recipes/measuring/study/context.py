@@ -145,6 +145,8 @@ def _students(folder: Path, dtype: torch.dtype) -> dict[str, Maker]:
     for kind in (None, *get_args(PositionKind)):
         config: Any = load_config("converted", folder)
         positions = config.deltanet.pop("positions")
+        if kind == "cut":
+            config.deltanet.pop("cache_bits")  # its keys have 16 bits
         if kind is not None:
             config.deltanet = config.deltanet | {"positions": positions | {"kind": kind}}
         made[f"converted, {kind or 'as it is'}"] = partial(load_model, "converted", folder, dtype, config=config)
