@@ -165,7 +165,7 @@ class FixedCache:
                     if tensor.shape != own.shape:  # the first groups of those for which there are places
                         own = own[:, :, : tensor.shape[2]]
                     own.copy_(tensor)
-                part.layer.fix(room)
+                part.layer.fix(room, self.capacity if self.grows else None)
 
     def unload(self, cache: Cache, copied: bool = True) -> None:
         """Give the cache back its own layers; their states are `copied`, or this object's tensors."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import LayerTable, converted_config
-from deltanet_hf.decoding import decoded_by
+from deltanet_hf.decoding import decoded_by, fixed_cache
 from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import UserError
-from deltanet_hf.fast import FastDecoder, fast_form
+from deltanet_hf.fast import FastDecoder, fast_form, packed
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.layer.layer_kind import branches_of
@@ -226,6 +226,19 @@ def test_a_recorded_step_passes_the_bound(kind: str, bits: int, recorder: Record
     assert recorder.replayed > 40
     assert torch.equal(found.sequences, wanted.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_step_that_is_recorded_for_short_texts_turns_nothing(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 17 tokens at first, and then for 43: sinks are as far away as they are."""
+    monkeypatch.setattr("deltanet_hf.decoding.recorded_prompt.LENGTHS", (16,))
+    monkeypatch.setattr(fixed_cache, "SPARE", 8)
+    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
+    monkeypatch.setattr(packed, "TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned"))
+    far("yarn", 4).generate(IDS[:, :9], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert recorder.replayed > 10
 
 
 @torch.inference_mode()

@@ -47,10 +47,12 @@ def window_angles(
         cache: the layer's part of the cache before the call, or None.
         length: tokens of the call.
     """
-    seen = 0 if cache is None else cache.get_seq_length()
-    # The host does not know how long texts are in static caches and while a recorded step is replayed.
-    unknown = isinstance(seen, Tensor) or (cache is not None and cache.fixed)
-    is_beyond = bound is not None and (unknown or seen + length > bound)
+    longest = 0 if cache is None else cache.get_seq_length()
+    if cache is not None and cache.fixed:  # a recorded step is replayed for all further tokens
+        longest = cache.longest
+    # The host does not know how long texts are in static caches.
+    unknown = longest is None or isinstance(longest, Tensor)
+    is_beyond = bound is not None and (unknown or longest + length > bound)
     return (angles[0], angles[1]), (angles[4], angles[5]) if is_beyond else None
 
 

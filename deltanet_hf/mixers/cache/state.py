@@ -55,6 +55,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin, StaysOnDe
         self.history = History()
         self.grows = False  # whether the tensors of `state` become larger with the tokens
         self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
+        self.longest: int | None = None  # while they are, the tokens that there will be at most, if that is known
         # For servers. Tokens of each sequence packed into the one row of a first call; each gets a row of the state.
         self.lengths: Sequence[int] | None = None
         # The rows of the tensors of `state` in which a step finds its B sequences, as for `packed_step_`.
@@ -115,9 +116,13 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin, StaysOnDe
         self.state = {name: tensor.clone() for name, tensor in state.items()}
         self.tokens_seen, self.is_initialized = tokens_seen, bool(state)
 
-    def fix(self, tensors: State) -> None:
-        """Keep the state in `tensors`, which hold it already, until `release`; meanwhile tokens are not counted."""
-        self.state, self.fixed = tensors, True
+    def fix(self, tensors: State, longest: int | None = None) -> None:
+        """Keep the state in `tensors`, which hold it already, until `release`; meanwhile tokens are not counted.
+
+        Args:
+            longest: tokens that there will be at most until then; None for any number.
+        """
+        self.state, self.fixed, self.longest = tensors, True, longest
 
     def release(self, tokens_seen: int, copied: bool) -> None:
         """Leave the tensors of `fix` with their contents `copied`, or keep them as any others."""
