@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.cache.packed_reach import tokens_before
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
-from deltanet_kernels.packed_cache.layout import GROUP
 
 from .calibration_text import sequence_length
 from .memory_estimate import conversion_memory
@@ -58,7 +58,7 @@ class LayerPlan:
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the converted model's cache of this layer for one sequence of `context` tokens."""
-        kept = (context - 1) // GROUP * GROUP if self.packed else self._kept_tokens(context)
+        kept = tokens_before(context) if self.packed else self._kept_tokens(context)
         return self.state_bytes + self.kept_kv_bytes_per_token * kept
 
     def _kept_tokens(self, context: int) -> int:
@@ -194,7 +194,7 @@ def _layer_plan(
     bits = table.cache_bits
     if bits < 16:
         fixed = layer_bytes(attention, dtype, 1, bits)
-        per_token = (layer_bytes(attention, dtype, 1 + GROUP, bits) - fixed) // GROUP
+        per_token = (layer_bytes(attention, dtype, CONTEXTS[0], bits) - fixed) // tokens_before(CONTEXTS[0])
     elif replaced is None:
         fixed, per_token = 0, kv_heads * head_bytes
     else:

@@ -1,26 +1,25 @@
 """The tensors of a cache at addresses that stay, while a recorded step reads and writes them.
 
-The layers of a cache come in here for the length of one `generate` call: states are copied to this object's tensors,
-which `MixerCacheLayer` then changes in place; growing keys and values move into `FixedKeyValues`.
+The layers of a cache come in here for the length of one `generate` call, each into the room that its class makes
+(`CacheLayer.room`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
-from deltanet_hf.decoding.fixed_key_values import FixedKeyValues, Places
-from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.cache.packed_reach import PACKED
-from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.cache.fixed_key_values import Places
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
+from deltanet_hf.mixers.cache.protocol import CacheLayer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_kernels.packed_cache.layout import GROUP
 
 SPARE = 256  # places beyond the tokens of a cache, at least; otherwise an eighth of the tokens
 ALIGNMENT = 64  # of the number of places
@@ -29,23 +28,6 @@ MASKED = ("full_attention", "sliding_attention", "linear_attention")  # kinds of
 
 class NotRecordable(Exception):
     """Why a step cannot be recorded, in words that follow a colon."""
-
-
-class CachePart(NamedTuple):
-    """One layer of a cache, or one part of a layer with mixed heads."""
-
-    at: int
-    mixed: MixedCacheLayer | None
-    layer: Any
-
-
-def parts_of(cache: Cache) -> Iterator[CachePart]:
-    """All parts, in order."""
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, MixedCacheLayer):
-            yield from (CachePart(index, layer, part) for part in list(layer.parts.values()))
-        else:
-            yield CachePart(index, None, layer)
 
 
 def layout(cache: Cache, config: PreTrainedConfig) -> tuple[Any, ...]:
@@ -59,31 +41,17 @@ def layout(cache: Cache, config: PreTrainedConfig) -> tuple[Any, ...]:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in MASKED:
             raise NotRecordable(f"layers of the kind {kind} have masks of their own")
-    return tuple(_part_layout(part, config) for part in parts_of(cache))
+    return tuple(_layer_layout(layer, index, config) for index, layer in enumerate(map(as_cache_layer, cache.layers)))
 
 
-def _part_layout(part: CachePart, config: PreTrainedConfig) -> tuple[Any, ...]:
-    layer = part.layer
-    if type(layer) is MixerCacheLayer and layer.state:
-        return tuple((name, _shape(layer, name, 0), tensor.dtype) for name, tensor in layer.state.items())
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.keys.numel():
-        if _window(layer) != sliding_window(config, part.at):
-            raise NotRecordable(f"layer {part.at} of the cache has another window than the model")
-        shapes = ((*x.shape[:2], x.shape[3]) for x in (layer.keys, layer.values))
-        return (_window(layer), *shapes, layer.keys.dtype, layer.values.dtype)
-    raise NotRecordable(f"layer {part.at} of the cache is a {type(layer).__name__}")
-
-
-def _shape(layer: MixerCacheLayer, name: str, tokens: int) -> tuple[int, ...]:
-    """The shape of a tensor of a state, where packed keys and values that grow have places for `tokens` tokens."""
-    shape = tuple(layer.state[name].shape)
-    if not layer.grows or name not in PACKED:
-        return shape
-    return (*shape[:2], max(0, tokens - 1) // GROUP, *shape[3:])
-
-
-def _window(layer: Any) -> int | None:
-    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+def _layer_layout(layer: CacheLayer, index: int, config: PreTrainedConfig) -> tuple[Any, ...]:
+    if layer.unmovable is not None:
+        raise NotRecordable(f"layer {index} of the cache is a {layer.unmovable}")
+    if layer.batch_size < 0:
+        raise NotRecordable(f"layer {index} of the cache is empty")
+    if not layer.fits_window(sliding_window(config, index)):
+        raise NotRecordable(f"layer {index} of the cache has another window than the model")
+    return (layer.batch_size, *layer.shapes(0).items())
 
 
 def capacity_for(tokens: int, longest: int) -> int:
@@ -105,36 +73,31 @@ class FixedCache:
     def __init__(self, cache: Cache, config: PreTrainedConfig, capacity: int, mask_dtype: torch.dtype) -> None:
         self.capacity, self._seen = capacity, 0
         self._places: dict[int | None, Places] = {}
-        self._room: list[State | FixedKeyValues] = []
-        self._packed = False  # whether there are packed keys and values that grow
-        device = torch.device("cpu")
-        for part in parts_of(cache):
-            layer = part.layer
-            if isinstance(layer, MixerCacheLayer):
-                device = next(iter(layer.state.values())).device
-                shapes = {name: _shape(layer, name, capacity) for name in layer.state}
-                self._packed = self._packed or layer.grows
-                self._room.append({name: x.new_zeros(shapes[name]) for name, x in layer.state.items()})
-                continue
-            window, device = _window(layer), layer.keys.device
-            if window not in self._places:
-                self._places[window] = Places(layer.keys.shape[0], window, capacity, mask_dtype, device)
-            self._room.append(FixedKeyValues(self._places[window]))
+        self._mask_dtype = mask_dtype
+        layers = [as_cache_layer(layer) for layer in cache.layers]
+        self._rooms = [layer.room(capacity, self._places_of) for layer in layers]
+        self._unbounded = any(layer.grows for layer in layers)
+        device = next(iter(layers[-1].tensors().values())).device
         self._count = torch.zeros(1, dtype=torch.long, device=device)
         self.mask = self._masks(config, device)
+
+    def _places_of(self, window: int | None, keys: Tensor) -> Places:
+        """The places of all layers with this window, for as many sequences as keys [B, H, S, D] has."""
+        if window not in self._places:
+            self._places[window] = Places(len(keys), window, self.capacity, self._mask_dtype, keys.device)
+        return self._places[window]
 
     @property
     def grows(self) -> bool:
         """Whether it holds keys and values of all tokens or of a family's own sliding window."""
-        return bool(self._places) or self._packed
+        return bool(self._places) or self._unbounded
 
     @property
     def full(self) -> bool:
         """Whether there is no place for a further token."""
-        return (self._packed and self._seen >= self.capacity) or any(
-            self._seen >= places.size and (places.window is None or places.size < places.window)
-            for places in self._places.values()
-        )
+        sliding = (places for window, places in self._places.items() if window is not None)
+        bounded = self._unbounded or any(places.size < places.window for places in sliding)  # type: ignore[operator]
+        return bounded and self._seen >= self.capacity
 
     def _masks(self, config: PreTrainedConfig, device: torch.device) -> Any:
         """The attention mask for the model: one, or one per kind of layer. Layers with a state do not read it."""
@@ -155,28 +118,16 @@ class FixedCache:
         self._count.fill_(seen)
         for places in self._places.values():
             places.load(seen, real)
-        for part, room in zip(parts_of(cache), self._room, strict=True):
-            if isinstance(room, FixedKeyValues):
-                room.load(part.layer, seen)
-                _replace(cache, part, room)
-            else:
-                for name, tensor in part.layer.state.items():
-                    own = room[name]
-                    if tensor.shape != own.shape:  # the first groups of those for which there are places
-                        own = own[:, :, : tensor.shape[2]]
-                    own.copy_(tensor)
-                part.layer.fix(room, self.capacity if self.grows else None)
+        pairs = zip(cache.layers, self._rooms, strict=True)
+        cache.layers[:] = [as_cache_layer(layer).fix(room, seen) for layer, room in pairs]
+        for layer in cache.layers:
+            for part in getattr(layer, "parts", {"": layer}).values():
+                if isinstance(part, MixerCacheLayer):
+                    part.longest = self.capacity if self.grows else None
 
     def unload(self, cache: Cache, copied: bool = True) -> None:
         """Give the cache back its own layers; their states are `copied`, or this object's tensors."""
-        for part, room in zip(parts_of(cache), self._room, strict=True):
-            if isinstance(room, FixedKeyValues):
-                _replace(cache, part, room.unload(self._seen))
-            else:
-                layer = part.layer
-                layer.release(self._seen, copied)
-                for name in PACKED if layer.grows else ():
-                    layer.state[name] = layer.state[name][:, :, : max(0, self._seen - 1) // GROUP].contiguous()
+        cache.layers[:] = [as_cache_layer(layer).release(self._seen, copied) for layer in cache.layers]
 
     def enter(self) -> None:
         """The step's first work on the device: the next token gets its places."""
@@ -186,9 +137,9 @@ class FixedCache:
             self._count.add_(1)
 
     @contextmanager
-    def taken_back(self) -> Iterator[None]:
-        """Take back the step that is run in here, on a cache without padding."""
-        changed = [x for room in self._room for x in (room.values() if isinstance(room, dict) else room.at(self._seen))]
+    def taken_back(self, cache: Cache) -> Iterator[None]:
+        """Take back the step that is run in here, on the cache that was brought in, without padding."""
+        changed = [x for layer in cache.layers for x in as_cache_layer(layer).changed(self._seen)]
         before = [x.clone() for x in changed]
         yield
         for x, contents in zip(changed, before, strict=True):
@@ -204,10 +155,3 @@ class FixedCache:
     @property
     def seen(self) -> int:
         return self._seen
-
-
-def _replace(cache: Cache, part: CachePart, layer: Any) -> None:
-    if part.mixed is None:
-        cache.layers[part.at] = layer
-    else:
-        part.mixed.replace_growing(layer)

@@ -13,9 +13,10 @@ from transformers.utils import logging
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
 from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
-from deltanet_hf.decoding.recorded_prompt import read_prompt
-from deltanet_hf.decoding.recorded_step import RecordedStep, recordings_of
-from deltanet_hf.fast import FastDecoder, fast_form
+from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding.recorded_step import RecordedStep
+from deltanet_hf.decoding.recordings import recordings_of
+from deltanet_hf.fast import FastDecoder, held_form
 from deltanet_hf.mixers.cache.argument import CACHE
 
 logger = logging.get_logger(__name__)
@@ -31,18 +32,19 @@ class GraphedGeneration:
     def _sample(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
         recordings = recordings_of(self)  # type: ignore[arg-type]
         reason = "called with positional arguments" if args else obstacle(self, input_ids.shape[1], options)
-        form = fast_form(self) if reason is None else reason  # type: ignore[arg-type]
-        if isinstance(form, str):
-            recordings.report = f"separate launches: {form}"
-            logger.info("decoding by separate launches: %s", form)
-            return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
-        decoder = GraphedDecoder(self, form, options["generation_config"])
-        before = _ACTIVE.set(decoder)
-        try:
-            return super()._sample(input_ids, **options)  # type: ignore[misc]
-        finally:
-            _ACTIVE.reset(before)
-            decoder.close()
+        with held_form(self) as form:  # type: ignore[arg-type]
+            form = form if reason is None else reason
+            if isinstance(form, str):
+                recordings.report = f"separate launches: {form}"
+                logger.info("decoding by separate launches: %s", form)
+                return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
+            decoder = GraphedDecoder(self, form, options["generation_config"])
+            before = _ACTIVE.set(decoder)
+            try:
+                return super()._sample(input_ids, **options)  # type: ignore[misc]
+            finally:
+                _ACTIVE.reset(before)
+                decoder.close()
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         """A prompt is read without the decoder: a chunk of one token may be padding, which its step has not."""

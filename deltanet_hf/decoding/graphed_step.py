@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.compiled_forward import compiled_forward
-from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout, parts_of
+from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
 from deltanet_hf.decoding.recorded_step import RecordedStep
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.fast import fast_form
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
 
 @torch.no_grad()
@@ -40,8 +40,9 @@ def graphed_step(
         raise NotRecordable(f"the model is on {model.device.type}")
     seen = int(cache.get_seq_length())
     layout(cache, model.config)
+    rows = as_cache_layer(cache.layers[0]).batch_size
     with torch.inference_mode(False):  # such tensors may be changed in both modes
-        ids, positions = (torch.full((_rows(cache), 1), start, device=model.device) for start in (0, seen))
+        ids, positions = (torch.full((rows, 1), start, device=model.device) for start in (0, seen))
         inputs = {"input_ids": ids, "position_ids": positions}
         forward = compiled_forward(model) if compiled else fast_form(model)
         if isinstance(forward, str):
@@ -49,7 +50,7 @@ def graphed_step(
         step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
     step.set_inputs(inputs)
     step.fixed.load(cache, seen, None)
-    with step.fixed.taken_back():
+    with step.fixed.taken_back(cache):
         step.run(model, cache)
     step.record(model, cache)
 
@@ -62,9 +63,3 @@ def graphed_step(
         return step.replay()
 
     return read
-
-
-def _rows(cache: Cache) -> int:
-    """B of a cache that holds tokens."""
-    layer = next(parts_of(cache)).layer
-    return int(layer.batch_size if isinstance(layer, MixerCacheLayer) else layer.keys.shape[0])

@@ -8,37 +8,18 @@ of the prompt would take as many launches as all of it.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import logging
+from transformers.cache_utils import Cache, DynamicCache
 
-from deltanet_hf.decoding.obstacles import FLAGS, INPUTS, in_model
-from deltanet_hf.decoding.recorded_step import recordings_of
 from deltanet_hf.decoding.recorders import RECORDERS, Recording
-from deltanet_hf.fast import FastDecoder, fast_form
-from deltanet_hf.fast.reasons import reason_of_call
+from deltanet_hf.fast import FastDecoder
 from deltanet_hf.mixers.attention.single_query import UNMASKED, attending_by
 from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.cache.history import History
-from deltanet_hf.mixers.cache.mixed_cache import ConstantMixedCacheLayer, MixedCacheLayer
-from deltanet_hf.mixers.cache.packed_reach import PACKED
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_kernels.packed_cache.layout import GROUP
-
-logger = logging.get_logger(__name__)
-
-LENGTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # that prompts are padded to
-MOST_TOKENS = LENGTHS[-1]  # of all sequences together
-# Weights times tokens: about 20 ms of an H100, which is as long as a host takes to launch 30 layers.
-MOST_PRODUCTS = 4e12
-KEPT = 8  # recordings per model; each holds the keys and values of its prompt
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
 
 class RecordedPrompt:
@@ -88,83 +69,6 @@ class RecordedPrompt:
         return self._recording.output.clone()
 
 
-@dataclass
-class RecordedPrompts:
-    """The recorded prompts of one form of a model.
-
-    They share memory, so that calls of several threads have to be on one CUDA stream, as they are by default.
-
-    Attributes:
-        recordable: whether there can be any.
-        kept: by sequences and tokens, the one that was read last at the end.
-    """
-
-    form: FastDecoder
-    recordable: bool
-    kept: dict[tuple[int, int], RecordedPrompt] = field(default_factory=dict)
-
-
-def read_prompt(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast | None:
-    """The output of `model(**inputs)` by a recording; None for anything but a short prompt that can be recorded."""
-    form, recordings = fast_form(model), recordings_of(model)
-    unmasked = model.config._attn_implementation == "sdpa"
-    if not isinstance(form, FastDecoder) or not unmasked or model.device.type not in RECORDERS:
-        return None
-    prompts = recordings.prompts
-    if prompts is None or prompts.form is not form:
-        recordable = form.takes_prompt_length and next(in_model(model), None) is None
-        prompts = recordings.prompts = RecordedPrompts(form, recordable)
-    tokens = _recorded_length(form, inputs)
-    if not prompts.recordable or tokens is None or not _is_whole(inputs) or reason_of_call(model, {}) is not None:
-        return None
-    ids, cache = inputs["input_ids"], inputs[CACHE]
-    key = len(ids), tokens
-    prompt = prompts.kept.pop(key, None)  # meanwhile, another thread makes its own
-    if prompt is None:
-        other = next(iter(prompts.kept.values()), None)
-        try:
-            prompt = RecordedPrompt(model, form, len(ids), tokens, None if other is None else other.memory)
-        except RuntimeError as error:
-            prompts.recordable = False
-            reason = str(error).strip().partition("\n")[0]
-            logger.warning("prompts could not be recorded, and are read by separate launches: %s", reason)
-            return None
-    logits = prompt.read(ids, cache)
-    prompts.kept[key] = prompt
-    while len(prompts.kept) > KEPT:
-        prompts.kept.pop(next(iter(prompts.kept)))
-    return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
-
-
-def _recorded_length(form: FastDecoder, inputs: dict[str, Any]) -> int | None:
-    """The tokens of the recording for a call; None if the call is no prompt on an empty cache, or too long."""
-    ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
-    further = any(value is not None and name not in INPUTS + FLAGS for name, value in inputs.items())
-    if ids is None or type(cache) is not DynamicCache or cache.offloading or further:
-        return None
-    fitting = (length for length in LENGTHS if length >= ids.shape[1] > 1)
-    tokens = next(fitting, MOST_TOKENS + 1)
-    size = len(ids) * tokens
-    if size > MOST_TOKENS or size * form.weights > MOST_PRODUCTS or inputs.get("logits_to_keep") != 1:
-        return None
-    return tokens if cache.layers and all(_is_empty(layer, tokens) for layer in cache.layers) else None
-
-
-def _is_empty(layer: Any, tokens: int) -> bool:
-    """Whether it is a key/value layer of transformers without tokens, which keeps so many of them."""
-    if type(layer) is DynamicSlidingWindowLayer:
-        return not layer.is_initialized and tokens < layer.sliding_window
-    return type(layer) is DynamicLayer and not layer.is_initialized
-
-
-def _is_whole(inputs: dict[str, Any]) -> bool:
-    """Whether a call reads its sequences from their begin and without padding. The host waits for its masks."""
-    ids, mask, positions = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids")
-    if not inputs.get("use_cache", True) or (mask is not None and (mask.shape != ids.shape or not bool(mask.all()))):
-        return False
-    return positions is None or bool((positions == torch.arange(ids.shape[1], device=positions.device)).all())
-
-
 class _Copies:
     """Copies of tensors, made by few launches."""
 
@@ -172,7 +76,9 @@ class _Copies:
         self._pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
 
     def of(self, x: Tensor) -> Tensor:
-        """A tensor that `fill` makes a copy of x."""
+        """A contiguous tensor that is a copy of x, after `fill` at the latest."""
+        if not x.is_contiguous():  # the first tokens alone
+            return x.clone(memory_format=torch.contiguous_format)
         own, others = self._pairs[x.dtype]
         own.append(torch.empty_like(x))
         others.append(x)
@@ -186,32 +92,6 @@ class _Copies:
 def _layers_after(cache: Cache, tokens: int) -> list[Any]:
     """The layers of a cache that holds the first `tokens` tokens of a recorded one."""
     copies = _Copies()
-    layers = [_layer_after(layer, tokens, copies) for layer in cache.layers]
+    layers = [as_cache_layer(layer).after(tokens, copies.of) for layer in cache.layers]
     copies.fill()
     return layers
-
-
-def _layer_after(layer: Any, tokens: int, copies: _Copies) -> Any:
-    """The states of `layer` are those after the tokens already; growing keys and values are those of all tokens."""
-    if isinstance(layer, MixedCacheLayer):
-        parts = {name: _layer_after(part, tokens, copies) for name, part in layer.parts.items()}
-        growing = next((name for name, part in layer.parts.items() if part is layer.growing), None)
-        return ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)
-    made = copy.copy(layer)
-    if isinstance(layer, MixerCacheLayer):
-        groups = max(0, tokens - 1) // GROUP
-        made.history, made.tokens_seen = History(), tokens
-        made.state = {
-            name: _first(x, groups) if layer.grows and name in PACKED else copies.of(x)
-            for name, x in layer.state.items()
-        }
-        return made
-    made.keys, made.values = _first(layer.keys, tokens), _first(layer.values, tokens)
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        made.cumulative_length = tokens
-    return made
-
-
-def _first(x: Tensor, count: int) -> Tensor:
-    """A copy of the first places of x [B, H, S, ...]."""
-    return x[:, :, :count].clone(memory_format=torch.contiguous_format)

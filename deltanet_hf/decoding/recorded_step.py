@@ -1,14 +1,12 @@
-"""The decoding step of a model at one batch size, its recording, and what a model has recorded."""
+"""The decoding step of a model at one batch size, and its recording."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import FixedCache
@@ -16,11 +14,6 @@ from deltanet_hf.decoding.recorders import RECORDERS, Recording
 from deltanet_hf.mixers.attention.single_query import SINGLE_QUERY, attending_by
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.masks import NO_PADDING
-
-if TYPE_CHECKING:
-    from deltanet_hf.decoding.recorded_prompt import RecordedPrompts
-
-KEPT = 4  # recordings per model, of as many batch sizes; each holds the states of its batch
 
 
 class RecordedStep:
@@ -86,60 +79,3 @@ class RecordedStep:
         assert self._recording is not None
         self._recording.replay()
         return self._recording.output
-
-
-class Recordings:
-    """The recorded steps of one model, by batch size, and its recorded prompts (`recorded_prompt.py`)."""
-
-    def __init__(self) -> None:
-        self._steps: OrderedDict[int, RecordedStep] = OrderedDict()
-        self.prompts: RecordedPrompts | None = None
-        self.report = "separate launches: nothing was decoded, or the model is not a converted one"
-
-    def take(self, batch: int, key: Any, tokens: int, capacity: int) -> RecordedStep | None:
-        """The recording for this batch size, if it can serve; it is not kept until `put`.
-
-        Args:
-            tokens: that it has to hold.
-            capacity: of a new one; one with more than twice as many places would read too many.
-        """
-        step = self._steps.pop(batch, None)
-        if step is None:
-            return None
-        if step.key != key:
-            if step.key[-1] != key[-1]:  # the model has changed
-                self.clear()
-            return None
-        if step.fixed.grows and not tokens <= step.fixed.capacity <= 2 * capacity:
-            return None
-        return step
-
-    def put(self, step: RecordedStep) -> None:
-        """Keep a recording; of those with growing keys and values, only this one."""
-        if step.fixed.grows:
-            self._steps = OrderedDict((size, kept) for size, kept in self._steps.items() if not kept.fixed.grows)
-        self._steps[step.batch] = step
-        while len(self._steps) > KEPT:
-            self._steps.popitem(last=False)
-
-    def clear(self) -> None:
-        self._steps.clear()
-        self.prompts = None
-
-
-_RECORDINGS: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
-
-
-def recordings_of(model: nn.Module) -> Recordings:
-    """The recordings of a model, which live as long as it does."""
-    return _RECORDINGS.setdefault(model, Recordings())
-
-
-def forget_graphs(model: nn.Module) -> None:
-    """Free the graphs and buffers that `generate` keeps with a model for its next call."""
-    recordings_of(model).clear()
-
-
-def decoded_by(model: nn.Module) -> str:
-    """How a model's last `generate` decoded: "CUDA graph", or "separate launches" with the reason."""
-    return recordings_of(model).report

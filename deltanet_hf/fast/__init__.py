@@ -2,7 +2,8 @@
 
     file             holds
     ---------------  ---------------------------------------------------------------------------------------------------
-    form.py          `fast_form(model)`: the form or the reason why there is none, decided once per model
+    form.py          `fast_form(model)`: the form or the reason why there is none, decided once per model, and asked
+                     for once per `generate`
     reasons.py       these reasons: hooks, adapters, offloading, sharding, training, replaced methods
     decoder.py       the decoder and its layers, with the residual sums handed on to the next norm
     mixer.py         prefill and decoding step of a mixer
@@ -18,6 +19,6 @@ Each form computes what the model's own modules do, but for rounding. `deltanet_
 """
 
 from deltanet_hf.fast.decoder import FastDecoder
-from deltanet_hf.fast.form import fast_form, with_fast_form
+from deltanet_hf.fast.form import fast_form, held_form, with_fast_form
 
-__all__ = ["FastDecoder", "fast_form", "with_fast_form"]
+__all__ = ["FastDecoder", "fast_form", "held_form", "with_fast_form"]

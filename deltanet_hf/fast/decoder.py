@@ -17,13 +17,9 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.fast.packed import NORMS, FastPacked, is_packed
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.fast.packed import QKV, FastPacked, is_packed
 from deltanet_hf.mixers.cache.argument import cache_in
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.window import WindowAttention
 
 
 class Norms(NamedTuple):
@@ -111,7 +107,7 @@ class FastLayer:
     @property
     def takes_prompt_length(self) -> bool:
         """See `FastDecoder`."""
-        return _takes_prompt_length(self._attention)
+        return bool(getattr(self._attention, "takes_prompt_length", True))
 
     def __call__(self, hidden_states: Tensor | Sum, **call: Any) -> Sum:
         """Hidden states [B, T, hidden], or a sum that gives them -> the sum that gives those of the next layer."""
@@ -137,18 +133,10 @@ class FastLayer:
         return Sum(x if self._multiplier is None else x * self._multiplier, residual)
 
 
-def _takes_prompt_length(attention: Any) -> bool:
-    if isinstance(attention, MixedHeads):
-        return all(map(_takes_prompt_length, attention.branches.values()))
-    if isinstance(attention, WindowAttention):
-        return attention.cache_bits == 16
-    if isinstance(attention, (FastMixer, FastPacked)):
-        return attention.takes_prompt_length
-    return not isinstance(attention, (LayerKind, PackedSoftmax, LinearAttention))
-
-
 class LinearAttention:
     """A layer of Qwen3.5's name and signature, for which transformers drops the mask of a single token."""
+
+    takes_prompt_length = False
 
     def __init__(self, mixer: Mixer, may_move: bool) -> None:
         self._mixer = FastMixer(mixer, may_move)
@@ -161,7 +149,7 @@ class LinearAttention:
         return self._mixer(hidden_states, None, attention_mask, cache_in(call), call.get("cu_seq_lens_q"), padding)
 
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER = (QKV, ("gate_proj", "up_proj"))
 """Names of linear layers with one input, in attention and in feed-forward blocks."""
 
 
@@ -184,14 +172,4 @@ def fast_part(module: nn.Module, may_move: bool) -> Any:
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
     """The stand-in of a layer's attention."""
-    if not is_packed(attention):
-        return fast_part(attention, may_move)
-    branches, names = list(branches_of(attention).values()), TOGETHER[0]
-    joint = joint_linears([getattr(branch, name) for branch in branches for name in names], may_move)
-    parts = []
-    for number, branch in enumerate(branches):
-        norms = {name: FastNorm(getattr(branch, name)) for name in NORMS if hasattr(branch, name)}
-        parts.append(copied(branch, **dict(zip(names, joint[3 * number :], strict=False)), **norms))
-    if isinstance(attention, MixedHeads):
-        return FastPacked(copied(attention, **dict(zip(attention.branches, parts, strict=True))))
-    return FastPacked(parts[0])
+    return FastPacked(attention, may_move) if is_packed(attention) else fast_part(attention, may_move)

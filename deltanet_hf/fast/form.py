@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -57,6 +59,7 @@ class Decision(NamedTuple):
 
 
 _DECISIONS: WeakKeyDictionary[nn.Module, Decision] = WeakKeyDictionary()
+_HELD: ContextVar[tuple[nn.Module, FastDecoder | str] | None] = ContextVar("deltanet_held_form", default=None)
 
 
 def fast_form(model: nn.Module) -> FastDecoder | str:
@@ -65,6 +68,9 @@ def fast_form(model: nn.Module) -> FastDecoder | str:
     Its results are those of the plain form but for rounding. Making it brings the weights of each layer's projections
     together in memory, where that serves and nobody else can hold their addresses; names, values and files stay.
     """
+    held = _HELD.get()
+    if held is not None and held[0] is model:
+        return held[1]
     found = _DECISIONS.get(model)
     if found is None or not found.version.is_current() or (not found.moved and _may_move(model)):
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -73,6 +79,17 @@ def fast_form(model: nn.Module) -> FastDecoder | str:
         form = FastDecoder(model, may_move) if reason is None else reason
         found = _DECISIONS[model] = Decision(form, Version(model), may_move)
     return found.form
+
+
+@contextmanager
+def held_form(model: nn.Module) -> Iterator[FastDecoder | str]:
+    """`fast_form(model)`, which the calls in here take without looking for changes of the model."""
+    form = fast_form(model)
+    before = _HELD.set((model, form))
+    try:
+        yield form
+    finally:
+        _HELD.reset(before)
 
 
 def with_fast_form(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.fast.window import mixture, window_prefill, window_step
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
@@ -51,7 +52,7 @@ class FastMixer:
 
     def __init__(self, mixer: Mixer, may_move: bool) -> None:
         self.layer: Any = _with_fast_parts(mixer, may_move)
-        self.settings = mixer.settings
+        self.settings, self.cache_class = mixer.settings, mixer.cache_class
         conv = mixer.conv1d
         self._conv_weight = None if conv is None else conv.weight.detach().squeeze(1)
         self._k_offset = None if mixer.k_offset is None else mixer.k_offset.weight
@@ -60,7 +61,7 @@ class FastMixer:
         of_keys_alone = conv is not None and mixer.settings.conv_on == "k"
         self._has_prefill = not of_keys_alone and (branch is None or branch.learned_sinks is None)
         self._is_gated_delta_rule = mixer.is_gated_delta_rule
-        # A step takes the `slots` of a cache too. 3 and 2 bits have no packed form.
+        # A step takes the `slots` of a server's cache too. 3 and 2 bits have no packed form.
         self.has_step = self._has_prefill and bits >= 4 and self._is_gated_delta_rule
         self._has_padded_step = self.has_step and bits == 16
         own_heads = mixer.k_proj.out_features // mixer.head_dim
@@ -74,7 +75,7 @@ class FastMixer:
         hidden_states: Tensor,
         position_embeddings: PositionEmbeddings | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | MixerCacheLayer | None = None,
+        past_key_values: Cache | MixerCacheLayer | CacheView | None = None,
         cu_seq_lens_q: Tensor | None = None,
         padding: Tensor | None = None,
         prompt_length: Tensor | None = None,
@@ -82,16 +83,17 @@ class FastMixer:
     ) -> tuple[Tensor, None]:
         """As `Mixer.forward`; `prompt_length` as in `FastDecoder`."""
         layer, x, length = self.layer, hidden_states, hidden_states.shape[1]
-        call = LayerCall.of(layer, length, attention_mask, given_cache(past_key_values, kwargs), cu_seq_lens_q, padding)
+        given = given_cache(past_key_values, kwargs)
+        call = LayerCall.of(layer, length, attention_mask, given, cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, x, position_embeddings), None
         cache, padding, cu_seqlens = call.cache, call.padding, call.cu_seqlens
         has_step = self.has_step if padding is None else self._has_padded_step
         if length == 1 and has_step and cache is not None and cache.may_change:
-            return self.step(x, position_embeddings, cache, padding), None
+            return self.step(x, position_embeddings, cache, padding, call.slots), None
         if padding is None and cu_seqlens is None and self._has_prefill:
             return self.prefill(x, position_embeddings, call, prompt_length), None
-        return Mixer.forward(layer, x, position_embeddings, attention_mask, cache, cu_seqlens, padding)  # type: ignore[arg-type]
+        return Mixer.forward(layer, x, position_embeddings, attention_mask, given, cu_seqlens, padding)  # type: ignore[arg-type]
 
     @property
     def takes_prompt_length(self) -> bool:
@@ -140,8 +142,12 @@ class FastMixer:
         position_embeddings: PositionEmbeddings | None,
         cache: MixerCacheLayer,
         padding: Tensor | None,
+        slots: Tensor | None,
     ) -> Tensor:
-        """One more token, x [B, 1, hidden] -> [B, 1, hidden], with the state in the cache changed in place."""
+        """One more token, x [B, 1, hidden] -> [B, 1, hidden], with the state in the cache changed in place.
+
+        The sequences are in the rows `slots` [B] of its tensors, where these are given.
+        """
         layer, state = self.layer, cache.state
         tail = state["conv_tail"].clone() if padding is not None and self._conv_weight is not None else None
         q, k, v = layer.project(x)
@@ -174,7 +180,7 @@ class FastMixer:
                 use_beta_sigmoid_in_kernel=rule_gates.sigmoid,
                 erase=layer.erase,
                 kv_repeats=layer.kv_repeats,
-                slots=cache.slots,
+                slots=slots,
                 **late,
             )
 
@@ -184,7 +190,7 @@ class FastMixer:
         else:
             own_q, own_k, own_v = map(layer.split_heads, (q, k, v))
             far, near = side_by_side(
-                recur, lambda: window_step(branch, own_q, own_k, own_v, cache, padding, cos, sin), x.device
+                recur, lambda: window_step(branch, own_q, own_k, own_v, cache, padding, cos, sin, slots), x.device
             )
             output = mixture(branch, x, near.output, near.lse, far, near.numbers)
         if tail is not None and padding is not None:  # the kernels move the tail of all rows

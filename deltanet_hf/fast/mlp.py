@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.fast.joint import joint_linears
+from deltanet_hf.fast.joint import JointProjection
 from deltanet_kernels import silu_product
 from deltanet_kernels.arguments import SiluProductCall
 
@@ -43,7 +43,7 @@ class FastMLP:
     """A known block: the two projections of x are one product, SiLU and product one kernel."""
 
     def __init__(self, block: Any, may_move: bool) -> None:
-        self._gate, self._up = joint_linears((block.gate_proj, block.up_proj), may_move)
+        self._gate_and_up = JointProjection((block.gate_proj, block.up_proj), may_move)
         self._down = block.down_proj
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,5 +53,5 @@ class FastMLP:
         return torch.cat([self._output(part) for part in x.reshape(1, -1, x.shape[-1]).split(PART, 1)], 1).view(x.shape)
 
     def _output(self, x: Tensor) -> Tensor:
-        y: Tensor = self._down(silu_product.unchecked(SiluProductCall(self._gate(x), self._up(x))))
+        y: Tensor = self._down(silu_product.unchecked(SiluProductCall(*self._gate_and_up(x))))
         return y

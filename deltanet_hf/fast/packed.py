@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
+from deltanet_hf.fast.joint import JointProjection
+from deltanet_hf.fast.norms import FastNorm
 from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, whole_angles, window_angles
 from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_kind import branches_of
@@ -41,7 +41,7 @@ FAMILIES = (
 )
 """Attention of which the class says no more than: project, norms of the heads of q and k if there are any, rotate,
 attend by `scaling`, project."""
-NORMS = ("q_norm", "k_norm")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def is_packed(attention: Any) -> bool:
@@ -59,12 +59,16 @@ class FastPacked:
     """Stands for the attention in calls without gradients, with the signature of its forward.
 
     Args:
-        plain: the attention, or a copy of it with joint projections.
+        plain: the attention, which computes all other calls.
+        may_move: whether its weights may be moved, see `JointProjection`.
     """
 
-    def __init__(self, plain: Any) -> None:
+    takes_prompt_length = True
+
+    def __init__(self, plain: Any, may_move: bool) -> None:
         self._plain, self._branches = plain, list(branches_of(plain).values())
-        self.takes_prompt_length = True
+        self._project = JointProjection([getattr(one, name) for one in self._branches for name in QKV], may_move)
+        self._norms = [_norms(one) for one in self._branches]
 
     def __call__(
         self,
@@ -80,8 +84,6 @@ class FastPacked:
         """As the attention's forward; `prompt_length` as in `FastDecoder`."""
         length = hidden_states.shape[1]
         cache = given_cache(past_key_values, kwargs)
-        if length > 1 and isinstance(cache, Cache):
-            self._plain.place_cache(cache)
         parts = self._parts(cache)
         if parts and all(part is None or _is_simple(part, length) for part in parts):
             seen = 0 if parts[0] is None else parts[0].get_seq_length()
@@ -100,19 +102,11 @@ class FastPacked:
 
     def _parts(self, cache: Any) -> Sequence[MixerCacheLayer | None]:
         """The layer's part of a cache, or None without one, for each branch; empty if the cache is of another kind."""
-        index = self._branches[0].layer_idx
         if cache is None:
             return [None] * len(self._branches)
-        if isinstance(cache, MixerCacheLayer):
-            found: Any = cache
-        elif len(cache.layers) <= index:
-            return []
-        else:
-            found = cache.layers[index]
-        parts = list(found.parts.values()) if isinstance(found, MixedCacheLayer) else [found]
-        fit = len(parts) == len(self._branches) and all(
-            type(part) is MixerCacheLayer and (not part.state or "key_codes" in part.state) for part in parts
-        )
+        own = self._plain.place_cache(cache)
+        parts = list(getattr(own, "parts", {"": own}).values())
+        fit = all(part.unmovable is None and (not part.state or "key_codes" in part.state) for part in parts)
         return parts if fit else []
 
     def _output(
@@ -126,16 +120,18 @@ class FastPacked:
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
-        calls = [
-            functools.partial(_attended, branch, part, _projected(branch, x), angles, prompt_length)
-            for branch, part in zip(self._branches, parts, strict=True)
-        ]
+        outputs = iter(self._project(x))
+        calls = []
+        for branch, norms, part in zip(self._branches, self._norms, parts, strict=True):
+            q, k, v = (next(outputs).unflatten(-1, (-1, branch.head_dim)) for _ in QKV)
+            q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
+            calls.append(functools.partial(_attended, branch, part, (q, k, v), angles, prompt_length))
         if len(calls) == 1:
             return self._branches[0].o_proj(calls[0]())  # type: ignore[no-any-return]
         first, second = self._branches
-        outputs = side_by_side(calls[0], calls[1], x.device)
-        total: Tensor = first.o_proj(outputs[0])
-        total.flatten(0, 1).addmm_(outputs[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
+        attended = side_by_side(calls[0], calls[1], x.device)
+        total: Tensor = first.o_proj(attended[0])
+        total.flatten(0, 1).addmm_(attended[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
         return total
 
 
@@ -144,11 +140,10 @@ def _is_simple(part: MixerCacheLayer, length: int) -> bool:
     return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
 
 
-def _projected(branch: Any, x: Tensor) -> list[Tensor]:
-    """q, k and v [B, T, heads, D] of x [B, T, hidden], before the rotation."""
-    q, k, v = (getattr(branch, name)(x).unflatten(-1, (-1, branch.head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
-    q_norm, k_norm = (getattr(branch, name, None) for name in NORMS)
-    return [q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k), v]
+def _norms(branch: Any) -> list[FastNorm | None]:
+    """Of the heads of q and of k."""
+    norms = (getattr(branch, name, None) for name in ("q_norm", "k_norm"))
+    return [None if norm is None else FastNorm(norm) for norm in norms]
 
 
 def _attended(
@@ -181,6 +176,5 @@ def _attended(
     if cache is not None and is_step:
         cache.count(1)
     elif cache is not None:
-        cache.grows = branch.kept.window is None
         cache.advance(q.shape[1], held.state)
     return output.flatten(2)

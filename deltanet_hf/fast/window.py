@@ -102,6 +102,7 @@ def window_step(
     padding: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
+    slots: Tensor | None,
 ) -> NearStep:
     """One more token of a window, whose part of the state changes in place: one kernel, three of 8 or 4 bits.
 
@@ -111,8 +112,9 @@ def window_step(
         cache: holds the layer's state before the token.
         padding: [B, 1] bool, True at padding, whose results are 0; None for no padding, and in 8 or 4 bits.
         cos, sin: of the rotary embedding, [B, 1, R] or [1, 1, R]; None for none.
+        slots: [B] int32, the rows of the state that hold the sequences; None for those of the batch.
     """
-    state, slots = cache.state, cache.slots
+    state = cache.state
     # `step` changes these tensors in place; only those of a cache that grows would be replaced in the dict.
     own = {name: state[name] for name in branch.state_names}
     if branch.cache_bits < 16:

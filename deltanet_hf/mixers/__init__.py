@@ -20,13 +20,13 @@ from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
 from deltanet_hf.mixers.gla import GatedLinearAttention
 from deltanet_hf.mixers.kda import KimiDeltaAttention
-from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, MixerProjections, sized_for
+from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, DELAYED, MixerProjections, sized_for
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.linear import Linear
 from deltanet_hf.mixers.mesa import Mesa
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.mixers.retention import Retention
 from deltanet_hf.mixers.titans import Titans
@@ -58,6 +58,8 @@ MIXERS: dict[str, type[LayerKind]] = {
         RelaxedPath,
     )
 }
+
+MixedHeadsSettings.mixers = MIXERS
 
 WINDOW_SUFFIX = "+window"
 MIXER_NAMES = (
@@ -94,7 +96,9 @@ def recommended(
         return kind, settings
     if profile != "faithful":
         raise ValueError(f"profile: got {profile!r}, whose layer has no window; take the mixer {kind.name}")
-    return kind, replace(settings, **BESIDE_WINDOW)
+    assert issubclass(kind, Mixer)
+    beside = BESIDE_WINDOW | (DELAYED if kind.may_delay else {})
+    return kind, replace(settings, **beside)
 
 
 __all__ = [

@@ -54,6 +54,7 @@ class Comba(DeltaRule):
 
     name: ClassVar[str] = "comba"
     title: ClassVar[str] = "Comba"
+    may_delay: ClassVar[bool] = False
     fp32: ClassVar[tuple[str, ...]] = (*DeltaRule.fp32, "feedback", "correction")
 
     def add_gates(self) -> None:

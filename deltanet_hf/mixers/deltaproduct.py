@@ -86,6 +86,7 @@ class DeltaProduct(DeltaRule):
 
     name: ClassVar[str] = "deltaproduct"
     title: ClassVar[str] = "Gated DeltaProduct"
+    may_delay: ClassVar[bool] = False
     Settings: ClassVar[type[MixerProjections]] = DeltaProductSettings
     settings: DeltaProductSettings  # type: ignore[assignment]
     householder: nn.ModuleList

@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.head_split import narrow_attention, narrow_weights
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.cache.state import TensorShape
@@ -35,6 +34,9 @@ BRANCHES: tuple[Head, ...] = get_args(Head)
 @dataclass(frozen=True)
 class MixedHeadsSettings(MixerSettings):
     """Which kind each key/value head is of, and the settings of the kinds."""
+
+    mixers: ClassVar[Mapping[str, type[LayerKind]]]
+    """`MIXERS`, which has a row for mixed heads and sets this."""
 
     heads: tuple[Head, ...]  # one per key/value head
     window: int = 64  # of the heads that are windows
@@ -82,9 +84,7 @@ class MixedHeadsSettings(MixerSettings):
 
 
 def _linear_mixer(name: Any, where: str) -> type[Mixer]:
-    from deltanet_hf.mixers import MIXERS  # here, because the table has a row for mixed heads
-
-    known = {name: kind for name, kind in MIXERS.items() if issubclass(kind, Mixer)}
+    known = {name: kind for name, kind in MixedHeadsSettings.mixers.items() if issubclass(kind, Mixer)}
     check_choice(where, "linear_mixer", name, tuple(known))
     return known[name]
 
@@ -170,13 +170,14 @@ class MixedHeads(LayerKind, nn.Module):
     def new_parts(self) -> list[nn.Module]:
         return [] if self.linear is None else [self.linear]
 
-    def place_cache(self, cache: Cache) -> None:
-        self._cache_layer(cache)
+    @property
+    def takes_prompt_length(self) -> bool:  # type: ignore[override]
+        return all(getattr(branch, "takes_prompt_length", True) for branch in self.branches.values())
 
-    def _cache_layer(self, cache: Cache) -> MixedCacheLayer:
-        branches = self.branches.items()  # softmax heads may have been put under a window
-        own = (LayerKind, PackedSoftmax)  # softmax heads that keep their part of the cache themselves
-        constant = [kind for kind, branch in branches if kind != "softmax" or isinstance(branch, own)]
+    def place_cache(self, cache: Cache) -> MixedCacheLayer:
+        # Softmax heads have a class where they keep their part of the cache themselves: packed, or under a window.
+        classes = {kind: getattr(branch, "cache_class", None) for kind, branch in self.branches.items()}
+        constant = {kind: own for kind, own in classes.items() if own is not None}
         growing = next((kind for kind in self.kinds if kind not in constant), None)
         return mixed_cache_layer(cache, self.layer_idx, constant, growing)
 
@@ -206,7 +207,7 @@ class MixedHeads(LayerKind, nn.Module):
         parts: dict[str, Any] = dict.fromkeys(branches)
         cache = given_cache(past_key_values, kwargs)
         if cache is not None:
-            layer = self._cache_layer(cache)
+            layer = self.place_cache(cache)
             parts |= layer.parts
             for kind, part in layer.parts.items():
                 if part is layer.growing:  # the family's attention calls `Cache.update`, which also offloads

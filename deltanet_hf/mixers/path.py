@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.attention_kind import AttentionKind, Call, Softmax
-from deltanet_hf.mixers.cache.mixed_cache import mixed_cache_layer
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -76,19 +76,15 @@ class RelaxedPath(AttentionKind):
         nn.init.zeros_(self.turns.b_proj.weight)
         nn.init.constant_(self.turns.b_proj.bias, START_LOGIT)
 
-    def place_cache(self, cache: Cache) -> None:
-        self._state_in(cache)
-
-    def _state_in(self, cache: Cache) -> MixerCacheLayer:
-        """The state's part of a cache, beside the key/value layer."""
-        part: MixerCacheLayer = mixed_cache_layer(cache, self.layer_idx, ("state",), "softmax").parts["state"]
-        return part
+    def place_cache(self, cache: Cache) -> MixedCacheLayer:
+        """The state, beside the key/value layer."""
+        return mixed_cache_layer(cache, self.layer_idx, {"state": self.cache_class}, "softmax")
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         return {"state": TensorShape((self.growing_heads, self.head_dim, self.head_dim), torch.float32)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, softmax: Softmax) -> Tensor:
-        part = None if call.cache is None else self._state_in(call.cache)
+        part: MixerCacheLayer | None = None if call.cache is None else self.place_cache(call.cache).parts["state"]
         if part is not None and part.record_past:
             part.remember(q.shape[2], functools.partial(self._read_again, part, q, k, call))
         state = part.state["state"] if part is not None and part.is_initialized else None

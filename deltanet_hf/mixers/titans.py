@@ -33,6 +33,7 @@ class Titans(DeltaRule):
 
     name: ClassVar[str] = "titans"
     title: ClassVar[str] = "Titans (linear memory)"
+    may_delay: ClassVar[bool] = False
     without_lora: ClassVar[tuple[str, ...]] = ("m_proj", *DeltaRule.without_lora)
 
     def add_gates(self) -> None:

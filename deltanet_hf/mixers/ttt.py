@@ -78,6 +78,7 @@ class TTT(DeltaRule):
 
     name: ClassVar[str] = "ttt"
     title: ClassVar[str] = "test-time training"
+    may_delay: ClassVar[bool] = False
     Settings: ClassVar[type[MixerProjections]] = TTTSettings
     settings: TTTSettings  # type: ignore[assignment]
 

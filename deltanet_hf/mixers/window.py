@@ -29,8 +29,8 @@ from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_reach import PackedReach
-from deltanet_hf.mixers.cache.state import TensorShape
+from deltanet_hf.mixers.cache.packed_reach import PackedReach, held_bytes
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
@@ -103,8 +103,17 @@ class WindowAttention(LayerKind):
         if bits < 16:
             _ = self.kept
 
-    def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx, self.name)
+    def place_cache(self, cache: Cache) -> MixerCacheLayer:
+        return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
+
+    @property
+    def takes_prompt_length(self) -> bool:  # type: ignore[override]
+        return self.cache_bits == 16
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step finds its sequences by `CacheView.slots`."""
+        return self.cache_bits < 16
 
     @property
     def full_title(self) -> str:
@@ -123,6 +132,12 @@ class WindowAttention(LayerKind):
         if self.cache_bits < 16:
             return self.kept.shapes(heads, head_dim, 0)
         return window_shapes(heads, head_dim, self.settings.window + self.settings.sinks, dtype)
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        config: Any = self.config  # type: ignore[attr-defined]
+        heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
+        own = self.settings.window, self.settings.sinks
+        return held_bytes(heads, head_dim, tokens, bits, dtype, *own, sliding_window(config, self.layer_idx))
 
     def forward(
         self,

@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.layer.layer_kind import LayerKind
 
 
 def place_layers(model: PreTrainedModel, cache: Cache) -> None:
@@ -23,7 +21,7 @@ def place_layers(model: PreTrainedModel, cache: Cache) -> None:
     decoder: Any = model.model
     for layer in decoder.layers[: model.config.num_hidden_layers]:
         for part in layer.children():
-            if isinstance(part, (LayerKind, PackedSoftmax)):
+            if hasattr(part, "place_cache"):
                 part.place_cache(cache)
 
 

@@ -15,12 +15,8 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
-from deltanet_hf.mixers.cache.packed_reach import PackedReach
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
-from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of, softmax_bytes
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.mixers.layer.window_branch import WindowBranch
-from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
@@ -107,40 +103,8 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dt
 
 def layer_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
     """`stored_bytes` of the attention of one layer of a model of this dtype."""
-    return sum(_branch_bytes(branch, dtype, tokens, bits) for branch in branches_of(attention).values())
-
-
-def _branch_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
-    if isinstance(attention, Mixer):
-        branch: WindowBranch | None = attention.window_branch
-        shapes = attention.state_shapes(dtype)
-        held = 0
-        if branch is not None:
-            held = held_bytes(branch.kv_heads, branch.head_dim, tokens, bits, dtype, branch.window, branch.sinks)
-            shapes = {name: shape for name, shape in shapes.items() if name not in branch.state_names}
-        return held + sum(shape.nbytes for shape in shapes.values())
-    config: Any = attention.config
-    window, sinks = None, 0
-    if isinstance(attention, WindowAttention):
-        window, sinks = attention.settings.window, attention.settings.sinks
-    heads, size = int(config.num_key_value_heads), int(attention.head_dim)
-    family_window = sliding_window(config, attention.layer_idx)
-    return held_bytes(heads, size, tokens, bits, dtype, window, sinks, family_window)
-
-
-def held_bytes(
-    heads: int,
-    size: int,
-    tokens: int,
-    bits: int,
-    dtype: torch.dtype,
-    window: int | None,
-    sinks: int,
-    family_window: int | None = None,
-) -> int:
-    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `PackedReach`."""
-    if bits < 16:
-        shapes = PackedReach.of(bits, window, sinks, family_window).shapes(heads, size, tokens)
-        return sum(shape.nbytes for shape in shapes.values())
-    seen = tokens if window is None else min(tokens, window + sinks)
-    return 2 * heads * size * dtype.itemsize * (seen if family_window is None else min(seen, family_window))
+    call = dtype, tokens, bits
+    return sum(
+        branch.stored_bytes(*call) if isinstance(branch, LayerKind) else softmax_bytes(branch, *call)
+        for branch in branches_of(attention).values()
+    )

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.argument import CACHE, cache_in
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.layer.masks import announce_packing, announce_padding
 
 
@@ -38,8 +38,8 @@ class Stateful:
         sequences = getattr(result, "sequences", result)
         cache = getattr(result, CACHE, kwargs.get(CACHE))
         if cache is not None and int(cache.get_seq_length()) == sequences.shape[1] - 1:
-            for layer in _states(cache):
-                layer.written = sequences[:, :-1]
+            for layer in cache.layers:
+                as_cache_layer(layer).written = sequences[:, :-1]
         return result
 
     def _prefill(
@@ -80,7 +80,8 @@ def _check_continuation(seen: int, given: int, masked: int) -> None:
 
 def _check_tokens(cache: Any, input_ids: Tensor) -> None:
     """Raises ValueError if the cache is known to hold other tokens than those before the new ones, `input_ids`."""
-    written = next((layer.written for layer in _states(cache)), None)
+    known = (as_cache_layer(layer).written for layer in cache.layers)
+    written = next((ids for ids in known if ids is not None), None)
     if written is None or len(written) != len(input_ids):
         return
     written = written[:, : input_ids.shape[1]]
@@ -89,14 +90,6 @@ def _check_tokens(cache: Any, input_ids: Tensor) -> None:
             f"cache: the first {written.shape[1]} tokens of the prompt are not those that this cache was "
             "returned with; pass that sequence and more tokens, or no cache"
         )
-
-
-def _states(cache: Cache) -> list[MixerCacheLayer]:
-    return [layer for layer in _parts(cache) if isinstance(layer, MixerCacheLayer)]
-
-
-def _parts(cache: Cache) -> list[Any]:
-    return [part for layer in cache.layers for part in getattr(layer, "parts", {"": layer}).values()]
 
 
 def make_stateful(model: Any) -> None:
@@ -144,11 +137,8 @@ def _tokens_in(cache: Any, rows: int) -> int | None:
     """The number of tokens that every layer of a cache holds; None if it is on the device (static caches)."""
     if not isinstance(cache, Cache):
         raise ValueError(f"cache: got {type(cache).__name__}, expected a Cache of transformers, such as DynamicCache()")
-    for layer in _parts(cache):
-        keys = getattr(layer, "keys", None)
-        held = layer.batch_size if isinstance(layer, MixerCacheLayer) else -1
-        if isinstance(keys, Tensor) and keys.dim() == 4:
-            held = len(keys)
+    for layer in cache.layers:
+        held = as_cache_layer(layer).batch_size
         if held not in (-1, rows):
             raise ValueError(
                 f"cache: holds {held} sequences and the inputs have {rows}; repeat it with "

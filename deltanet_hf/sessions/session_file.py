@@ -21,17 +21,18 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.mixers.cache.argument import CACHE
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import BITS, cache_bits_of
 from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.safe_write import write_atomically
-from deltanet_hf.sessions.contents import Layout, UnsupportedLayer, contents, expected, put
 from deltanet_hf.sessions.model_identity import model_identity
 
 FORMAT = "deltanet-hf session 5"
 RESTART = "remove the file and start a new session"
 COMPARED = {"config": "configurations", "weights": "weights"}
 INPUTS = ("input_ids", "attention_mask")
+Layout = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass
@@ -78,20 +79,20 @@ def save_session(
         )
     tensors = {"input_ids": input_ids.int(), "attention_mask": attention_mask.to(torch.uint8)}
     for index, layer in enumerate(cache.layers):
-        try:
-            held = contents(layer, sliding_window(model.config, index))
-            tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
-        except UnsupportedLayer as unsupported:
+        held = as_cache_layer(layer)
+        if held.unmovable is not None:
             raise UserError(
-                f"session: layer {index} of the cache is a {unsupported}, which cannot be saved; use a cache that "
+                f"session: layer {index} of the cache is a {held.unmovable}, which cannot be saved; use a cache that "
                 "grows, such as DynamicCache(config=model.config)"
-            ) from unsupported
-    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+            )
+        own = held.tensors(sliding_window(model.config, index))
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in own.items()}
+    saved = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     facts = json.dumps({"tokens": tokens, "cache_bits": cache_bits_of(model)})
     metadata = {"format": FORMAT, "model": json.dumps(model_identity(model)), "cache": facts}
-    metadata["checksum"] = _checksum(facts, held)
+    metadata["checksum"] = _checksum(facts, saved)
     write_atomically(
-        Path(path), save(held, metadata), "free some space; the session that was there before is unchanged"
+        Path(path), save(saved, metadata), "free some space; the session that was there before is unchanged"
     )
 
 
@@ -116,18 +117,19 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
     cache = _cache_of_one_token(model)
     layouts: dict[str, Layout] = {name: (tuple(input_ids.shape), tensors[name].dtype) for name in INPUTS}
     devices: dict[str, torch.device] = {}
-    for index, layer in enumerate(cache.layers):
-        layouts |= {f"layers.{index}.{name}": one for name, one in expected(layer, len(input_ids), tokens).items()}
-        devices |= {f"layers.{index}.{name}": tensor.device for name, tensor in contents(layer).items()}
+    for index, layer in enumerate(map(as_cache_layer, cache.layers)):
+        for name, one in layer.shapes(tokens).items():
+            layouts[f"layers.{index}.{name}"] = (len(input_ids), *one.shape), one.dtype
+        devices |= {f"layers.{index}.{name}": tensor.device for name, tensor in layer.tensors().items()}
     _check(path, tensors, layouts)
     _check_counts(path, tensors, tokens, model)
     if metadata.get("checksum") != _checksum(metadata["cache"], tensors):
         raise UserError(f"{path}: is damaged, its contents do not give its checksum; {RESTART}")
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(map(as_cache_layer, cache.layers)):
         prefix = f"layers.{index}."
         names = [name for name in layouts if name.startswith(prefix)]
         device = {name: devices.get(name, devices[names[0]]) for name in names}
-        put(layer, {name.removeprefix(prefix): tensors[name].to(device[name], copy=True) for name in names}, tokens)
+        layer.put({name.removeprefix(prefix): tensors[name].to(device[name], copy=True) for name in names}, tokens)
     return Session(input_ids.to(model.device), mask.to(model.device), cache)
 
 

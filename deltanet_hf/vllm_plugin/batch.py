@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from deltanet_kernels.packed_cache.layout import GROUP
+from deltanet_hf.mixers.cache.packed_reach import PackedReach
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class TokenBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         """Whole groups of packed tokens."""
-        return [MultipleOf(GROUP)]
+        return [MultipleOf(PackedReach.group_size)]
 
 
 class GrowingBackend(TokenBackend):

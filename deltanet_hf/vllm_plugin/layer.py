@@ -16,17 +16,15 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from deltanet_hf.fast.mixer import FastMixer
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.cache.packed_reach import PACKED
-from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.vllm_plugin.batch import Draft, Prompts, Step
 from deltanet_hf.vllm_plugin.cache import PackedPages, StatePages, TokenPages
-from deltanet_kernels.packed_cache.layout import GROUP
 
 
 def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
@@ -38,10 +36,10 @@ def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
         vllm_config: vLLM's settings.
     """
     kind: Any
-    if isinstance(layer, PackedSoftmax):
-        kind = PackedLayer if layer.kept.window is None else StateLayer
+    if layer.cache_class.grows:
+        kind = PackedLayer
     else:
-        kind = GrowingLayer if layer.growing_heads else StateLayer
+        kind = GrowingLayer if getattr(layer, "growing_heads", 0) else StateLayer
     made: ServedLayer = kind(layer, name, vllm_config)
     return made
 
@@ -117,15 +115,12 @@ class ServedLayer(nn.Module, ABC):
         """The layer on the tokens x [1, T, hidden] of some prompts of the step."""
 
 
-def cache_for(prompts: Prompts, state: Callable[[], State]) -> tuple[MixerCacheLayer, dict[str, Any]]:
-    """A layer's part of a cache for the prompts, with the state before them, and what says how they are packed."""
+def cache_for(prompts: Prompts, state: Callable[[], State]) -> CacheView:
+    """A layer's part of a cache for the prompts, with the state before them."""
     cache = MixerCacheLayer()
     if prompts.seen:
         cache.state, cache.is_initialized, cache.tokens_seen = state(), True, prompts.seen
-    if prompts.cu_seqlens is None:
-        return cache, {}
-    cache.lengths = prompts.lengths
-    return cache, {"cu_seq_lens_q": prompts.cu_seqlens}
+    return CacheView(cache, lengths=None if prompts.cu_seqlens is None else prompts.lengths)
 
 
 class StateLayer(ServedLayer):
@@ -133,9 +128,7 @@ class StateLayer(ServedLayer):
 
     def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
         super().__init__(layer, name)
-        packed = isinstance(layer, PackedSoftmax)
-        shapes = packed_shapes(layer) if packed else layer.state_shapes(vllm_config.model_config.dtype)
-        self.states = StatePages(shapes, name, vllm_config)
+        self.states = StatePages(layer.state_shapes(vllm_config.model_config.dtype), name, vllm_config)
 
     @cached_property
     def form(self) -> Any:
@@ -148,10 +141,9 @@ class StateLayer(ServedLayer):
     def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
         pages, cache = steps[self.name].pages[: len(x)], MixerCacheLayer()
         cache.is_initialized = True
-        in_pages = self.form.has_step if isinstance(self.form, FastMixer) else self.form.cache_bits < 16
-        if in_pages:
-            cache.state, cache.slots = self.states.tensors, pages
-            return called(self.form, cache, x, position_embeddings)
+        if self.form.has_step:
+            cache.state = self.states.tensors
+            return called(self.form, CacheView(cache, pages), x, position_embeddings)
         cache.state = self.states.load(pages)
         output = called(self.form, cache, x, position_embeddings)
         self.states.store(pages, cache.state)
@@ -163,16 +155,10 @@ class StateLayer(ServedLayer):
 
     def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
         pages = steps[self.name].pages[prompts.sequences]
-        cache, packing = cache_for(prompts, lambda: self.states.load(pages))
-        output = called(self.form, cache, x, position_embeddings, **packing)
-        self.states.store(pages, cache.state)
+        cache = cache_for(prompts, lambda: self.states.load(pages))
+        output = called(self.form, cache, x, position_embeddings, cu_seq_lens_q=prompts.cu_seqlens)
+        self.states.store(pages, cache.layer.state)
         return output
-
-
-def packed_shapes(layer: Any) -> dict[str, TensorShape]:
-    """The tensors that softmax attention with packed tokens keeps of a sequence of one group and a token."""
-    shapes: dict[str, TensorShape] = layer.kept.shapes(layer.config.num_key_value_heads, layer.head_dim, GROUP + 1)
-    return shapes
 
 
 class PackedLayer(ServedLayer):
@@ -180,11 +166,11 @@ class PackedLayer(ServedLayer):
 
     def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
         super().__init__(layer, name)
-        shapes = packed_shapes(layer)
-        packed = {tensor: TensorShape(shapes[tensor].shape[2:], shapes[tensor].dtype) for tensor in PACKED}
-        others = {tensor: shape for tensor, shape in shapes.items() if tensor not in PACKED}
+        group = layer.kept.group_shapes(layer.head_dim)
+        shapes = layer.state_shapes(vllm_config.model_config.dtype)
+        others = {tensor: shape for tensor, shape in shapes.items() if tensor not in group}
         self.states = StatePages(others, f"{name}.state", vllm_config)
-        self.groups = PackedPages(packed, layer.config.num_key_value_heads, name, vllm_config)
+        self.groups = PackedPages(group, layer.config.num_key_value_heads, name, vllm_config)
 
     @property
     def leading(self) -> str:
@@ -194,10 +180,10 @@ class PackedLayer(ServedLayer):
         return called(self.layer, None, x, position_embeddings)
 
     def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
-        cache, pages = MixerCacheLayer(), steps[self.name].pages[: len(x)]
+        slots, pages = (steps[kept.name].pages[: len(x)] for kept in (self.states, self.groups))
+        cache = MixerCacheLayer()
         cache.state, cache.is_initialized = self.groups.tensors | self.states.tensors, True
-        cache.slots, cache.pages = steps[self.states.name].pages[: len(x)], pages
-        return called(self.layer, cache, x, position_embeddings)
+        return called(self.layer, CacheView(cache, slots, pages), x, position_embeddings)
 
     def drafted(self, steps: dict[str, Step], draft: Draft) -> dict[str, Step]:
         self.states.copy(draft.before, draft.after)
@@ -214,10 +200,11 @@ class PackedLayer(ServedLayer):
         def before() -> State:
             return self.states.load(page) | self.groups.load(pages, kept.groups(seen))
 
-        cache, packing = cache_for(prompts, before)
-        output = called(self.layer, cache, x, position_embeddings, **packing)
-        self.states.store(page, cache.state)
-        self.groups.store(pages, slice(kept.groups(seen), kept.groups(seen + max(prompts.lengths))), cache.state)
+        cache = cache_for(prompts, before)
+        output = called(self.layer, cache, x, position_embeddings, cu_seq_lens_q=prompts.cu_seqlens)
+        state = cache.layer.state
+        self.states.store(page, state)
+        self.groups.store(pages, slice(kept.groups(seen), kept.groups(seen + max(prompts.lengths))), state)
         return output
 
 

@@ -20,8 +20,8 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.transformers import TransformersForCausalLM, base
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
-from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
-from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models import factory, qwen3_5
@@ -149,10 +149,10 @@ def _make_loadable(part: Any) -> None:
             module.register_parameter(KEY_ORDER, nn.Parameter(order, requires_grad=False))
 
 
-def _own(prefix: str, module: nn.Module) -> Iterator[tuple[str, LayerKind | PackedSoftmax]]:
+def _own(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers in a module that are not vLLM's, and such branches of those with mixed heads, with their names."""
     for name, part in module.named_children():
-        if isinstance(part, PackedSoftmax) or (isinstance(part, LayerKind) and part.branches.get("") is part):
+        if hasattr(part, "cache_class") and branches_of(part).get("") is part:
             yield f"{prefix}.{name}", part
         else:
             yield from _own(f"{prefix}.{name}", part)

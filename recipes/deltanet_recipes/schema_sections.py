@@ -147,8 +147,8 @@ class Optimizer(Strict):
     projection_lr: float | None = Field(
         None,
         ge=0,
-        description="Peak rate of the mixers' q, k, v and output projections, which began as the teacher's. A lower "
-        "rate than mixer_lr keeps a student with windows near its teacher. Default: mixer_lr.",
+        description="Peak rate of the mixers' q, k, v and output projections, which began as the teacher's, trained in "
+        "full. Default: they are trained as the rest is, by adapters (train: lora), and not in align.",
     )
     share_lr: float | None = Field(
         None,

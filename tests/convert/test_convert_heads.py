@@ -17,7 +17,6 @@ from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START, gate_fit
 from deltanet_convert.start.calibration import LayerCalibration
-from deltanet_convert.start.mixed_heads import start_mixed_heads
 from deltanet_convert.views.plan_view import print_plan
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import QualityError, UserError
@@ -35,6 +34,7 @@ from support.tiny_models import LAYERS, ONE_NORM, mixed_heads, tiny_teacher
 
 KEPT = [[0, 1], [1, 0], [1, 1], [3, 1]]  # layer 1 whole, layer 2 not at all
 WANTED = ("heads_1", "softmax", "linear", "heads_1")
+start_mixed_heads = START["mixed_heads"]
 IDS = torch.randint(4, 60, (2, 40), generator=torch.Generator().manual_seed(0))
 
 

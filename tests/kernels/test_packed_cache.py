@@ -273,14 +273,15 @@ def test_a_prompt_in_one_call(
 
 def straight_through(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: list[torch.Tensor], window: int, sinks: int,
-    cap: float | None,
+    cap: float | None, edge: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`prompt_attention` over all pairs, with scale 0.2; PyTorch differentiates it."""
     T, repeats = q.shape[1], q.shape[2] // k.shape[2]
     place = torch.arange(T, device=q.device)
     distance = place[:, None] - place
     own = (place[:, None] // GROUP == place // GROUP)[None, None]
-    hidden = (distance < 0) | ((distance >= window) & (place >= sinks))
+    reach = place[:, None] // edge * edge - place
+    hidden = (distance < 0) | ((reach >= window) & (place >= sinks))
     far = [x + (torch.cat([y, x[:, y.shape[1] :]], 1) - x).detach() for x, y in zip((k, v), seen, strict=True)]
     (k, v), (far_k, far_v) = ([x.repeat_interleave(repeats, 2) for x in pair] for pair in ((k, v), far))
     scores = [torch.einsum("bqhd,bkhd->bhqk", q, x) * 0.2 for x in (k, far_k)]
@@ -293,24 +294,27 @@ def straight_through(
 
 @pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize(
-    ("T", "window", "sinks", "cap", "D"),
+    ("T", "window", "sinks", "cap", "D", "edge"),
     [
-        (20, 9, 4, None, 64),
-        (70, 70, 0, 3.0, 64),
-        (70, 9, 2, None, 128),
-        (101, 40, 4, 3.0, 64),
-        pytest.param(140, 64, 4, None, 128, marks=pytest.mark.slow),
+        (20, 9, 4, None, 64, 1),
+        (70, 70, 0, 3.0, 64, 1),
+        (70, 9, 2, None, 128, 1),
+        (101, 40, 4, 3.0, 64, 1),
+        (101, 33, 4, None, 64, 32),
+        pytest.param(140, 64, 4, None, 128, 1, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_a_prompt(form: str, T: int, window: int, sinks: int, cap: float | None, D: int) -> None:
+def test_gradients_of_a_prompt(
+    form: str, T: int, window: int, sinks: int, cap: float | None, D: int, edge: int
+) -> None:
     """Those of the other form are added to those of k and v; they pass its rounding."""
     q, k, v = (x.transpose(1, 2) for x in tokens(T, D, torch.float32))
     seen = list(by_pytorch(pack_prompt)(k, v, 4)[1:])
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     by = by_triton if form == "triton" else by_pytorch
-    o, lse = by(prompt_attention)(*leaves, *seen, window, sinks, 0.2, cap)
+    o, lse = by(prompt_attention)(*leaves, *seen, window, sinks, 0.2, cap, edge)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    wanted_o, wanted_lse = straight_through(*exact, [x.double() for x in seen], window, sinks, cap)  # type: ignore[arg-type]
+    wanted_o, wanted_lse = straight_through(*exact, [x.double() for x in seen], window, sinks, cap, edge)  # type: ignore[arg-type]
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     found = torch.autograd.grad((o, lse), leaves, (do, dlse.to(lse.dtype)))
     wanted = torch.autograd.grad((wanted_o, wanted_lse), exact, (do.double(), dlse.double()))
@@ -361,19 +365,19 @@ def test_the_operators_are_registered_consistently() -> None:
     cache = empty(k, 1, 4, order)
     for t in range(40):
         packed_step_(*(x[:, :, t : t + 1].transpose(1, 2) for x in (q, k, v)), cache)
-    torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None))
+    torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None, 32))
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4, order))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     torch.library.opcheck(launches.round_tokens_op.op, tuple(x.clone().requires_grad_() for x in (k, v)))
     torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None, order))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(launches.prompt_attention_op.op, (*leaves, k[:, :32], v[:, :32], 20, 4, 0.2, None))
+    torch.library.opcheck(launches.prompt_attention_op.op, (*leaves, k[:, :32], v[:, :32], 20, 4, 0.2, None, 32))
     new = [x[:, 5:8] for x in (q, k, v)]
     rest = (*cache, 1, 64, 4, 64, 0.2, None)
-    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, None, 0))
-    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, torch.tensor([0, 3], device=DEVICE), 3))
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, None, 0, 32))
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, torch.tensor([0, 3], device=DEVICE), 3, 1))
     new = [x[:, :1] for x in (q, k, v)]
-    torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
+    torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None, None, None, 32))
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4, 3])

@@ -110,7 +110,7 @@ def test_the_operators_are_registered_consistently(offsets: tuple[int, ...] | No
     inputs = make(Case("", T=30, window=8, sinks=2, cu_seqlens=offsets), torch.float32, DEVICE)
     arguments = (inputs["cu_seqlens"], 8, 2, 0.25, 3.0)
     tokens = [inputs[name] for name in ("q", "k", "v")]
-    torch.library.opcheck(window_forward.op, (*tokens, *arguments))
+    torch.library.opcheck(window_forward.op, (*tokens, *arguments, 32))
     o, lse = (x.detach() for x in triton_window(**inputs))
     tokens = [x.detach() for x in tokens]
     torch.library.opcheck(window_backward.op, (torch.ones_like(o), torch.ones_like(lse), *tokens, o, lse, *arguments))

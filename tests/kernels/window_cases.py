@@ -23,6 +23,7 @@ class Case:
     cu_seqlens: tuple[int, ...] | None = None
     scale: float | None = None
     softcap: float | None = None
+    edge: int = 1
     size: float = 1.0  # factor of q, and so of the scores
     condition: float = 1.0  # factor on tolerances: how much the problem itself amplifies rounding
 
@@ -60,6 +61,12 @@ CASES = [
     Case("cap 50", T=150, window=33, sinks=4, size=5.0, softcap=50.0),
     Case("cap 30, large scores", T=70, window=20, sinks=4, size=100.0, softcap=30.0, condition=4),
     Case("cap 1000, no sinks, scale", T=70, window=20, sinks=0, scale=-0.7, softcap=1000.0),
+    # windows that begin with groups of 32 tokens
+    *(Case(f"edge, T={T}", T=T, window=33, sinks=4, B=2, edge=32) for T in (31, 32, 33, 64, 65, 66, 97, 150)),
+    Case("edge, own group alone", T=100, window=1, sinks=3, edge=32),
+    Case("edge, window of any length", T=150, window=50, sinks=0, edge=32),
+    Case("edge, heads, cap", T=150, window=65, sinks=4, HQ=6, HK=2, edge=32, softcap=2.0),
+    Case("edge, packed", T=180, window=33, sinks=4, cu_seqlens=(0, 10, 160, 163, 180), edge=32),
     # packed sequences
     Case("packed", T=150, window=20, sinks=4, cu_seqlens=(0, 30, 95, 150)),
     Case("packed, empty and single", T=150, window=20, sinks=4, cu_seqlens=(0, 0, 1, 2, 2, 66, 130, 150, 150)),
@@ -80,7 +87,7 @@ def make(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     }
     offsets = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
     rest = {"window": case.window, "sinks": case.sinks, "scale": case.scale, "cu_seqlens": offsets}
-    rest["softcap"] = case.softcap
+    rest |= {"softcap": case.softcap, "edge": case.edge}
     return {name: x.requires_grad_() for name, x in tokens.items()} | rest
 
 

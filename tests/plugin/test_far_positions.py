@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.decoding import decoded_by, fixed_cache
-from deltanet_hf.decoding.recorded_prompt import read_prompt
+from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import UserError
 from deltanet_hf.fast import FastDecoder, fast_form, packed
@@ -209,7 +209,7 @@ def test_cut_distances_change_nothing_within_the_teachers_positions(recorder: Re
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     made, threads = Recorder(), torch.get_num_threads()
     monkeypatch.setitem(RECORDERS, "cpu", made)
-    monkeypatch.setattr("deltanet_hf.decoding.recorded_prompt.LENGTHS", (64, 96))
+    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (64, 96))
     torch.set_num_threads(1)
     yield made
     torch.set_num_threads(threads)
@@ -233,7 +233,7 @@ def test_a_step_that_is_recorded_for_short_texts_turns_nothing(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for 17 tokens at first, and then for 43: sinks are as far away as they are."""
-    monkeypatch.setattr("deltanet_hf.decoding.recorded_prompt.LENGTHS", (16,))
+    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (16,))
     monkeypatch.setattr(fixed_cache, "SPARE", 8)
     monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
     monkeypatch.setattr(packed, "TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned"))

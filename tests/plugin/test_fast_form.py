@@ -254,6 +254,17 @@ def test_it_is_decided_once() -> None:
     assert fast_form(model) is before
 
 
+def test_generate_looks_for_changes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, looks = tiny_student("llama").to(DEVICE), []
+    read(model, (3,))
+    look = form.Version.is_current
+    monkeypatch.setattr(form.Version, "is_current", lambda version: looks.append(1) or look(version))
+    model.generate(TOKENS, max_new_tokens=5, do_sample=False, disable_compile=True)
+    assert len(looks) == 1
+    model.model.layers[0].mlp.train()
+    assert fast_form(model) == "model.layers.0.mlp: it is in training mode"
+
+
 def test_gradients_take_nothing_of_it() -> None:
     model = tiny_student("llama", window=3, sinks=2).to(DEVICE)
     read(model, (3,))

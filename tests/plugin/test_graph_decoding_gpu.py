@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.decoding import decoded_by, recorders
-from deltanet_hf.decoding.recorded_prompt import read_prompt
-from deltanet_hf.decoding.recorded_step import recordings_of
+from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding.recordings import recordings_of
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, read
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.mixers import MIXERS

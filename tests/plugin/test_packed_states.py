@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.tiny_models import tiny_mixture, tiny_student, tiny_table
@@ -48,8 +49,8 @@ def test_each_sequence_leaves_the_state_that_it_leaves_alone(name: str) -> None:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     for form in (layer, FastMixer(layer, False)) if isinstance(layer, Mixer) else (layer,):
         cache = MixerCacheLayer()
-        cache.lengths = LENGTHS
-        output = called(form, model, x, positions, past_key_values=cache, cu_seq_lens_q=bounds)
+        packed = CacheView(cache, lengths=LENGTHS)
+        output = called(form, model, x, positions, past_key_values=packed, cu_seq_lens_q=bounds)
         for row, part in enumerate(x.split(LENGTHS, dim=1)):
             alone = MixerCacheLayer()
             own = called(form, model, part, torch.arange(part.shape[1])[None], past_key_values=alone)

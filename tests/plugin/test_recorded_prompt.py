@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.decoding import forget_graphs, recorded_prompt, serve
-from deltanet_hf.decoding.recorded_prompt import read_prompt
+from deltanet_hf.decoding import forget_graphs, prompts, serve
+from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.models.cache_bits import set_cache_bits
@@ -60,7 +60,7 @@ def float64() -> Iterator[None]:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     made, threads = Recorder(), torch.get_num_threads()
     monkeypatch.setitem(RECORDERS, "cpu", made)
-    monkeypatch.setattr(recorded_prompt, "LENGTHS", (64, 96))
+    monkeypatch.setattr(prompts, "LENGTHS", (64, 96))
     torch.set_num_threads(1)
     yield made
     torch.set_num_threads(threads)
@@ -155,7 +155,7 @@ def test_what_is_not_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatc
     assert refused(tiny_mixture("gemma2", mixture_table()))  # SDPA does not cap its scores
     assert refused(tiny_student("llama", mixer="mesa"))  # reads its residuals on CPUs
     with monkeypatch.context() as patch:
-        patch.setattr(recorded_prompt, "MOST_PRODUCTS", 0)
+        patch.setattr(prompts, "MOST_PRODUCTS", 0)
         assert refused()
     assert recorder.recorded_prompts == 0
     assert not refused(position_ids=torch.arange(50)[None], attention_mask=torch.ones(2, 50))
@@ -163,7 +163,7 @@ def test_what_is_not_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatc
 
 @torch.inference_mode()
 def test_which_recordings_are_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_prompt, "KEPT", 2)
+    monkeypatch.setattr(prompts, "KEPT", 2)
     model = MODELS["window"]()
     for rows, length in ((1, 50), (2, 50), (1, 60), (3, 50), (1, 50), (2, 50)):
         read_prompt(model, inputs(model, prompt(length, rows)))

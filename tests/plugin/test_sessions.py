@@ -184,6 +184,19 @@ def test_packed_numbers_in_the_order_of_earlier_files(length: int, tmp_path: Pat
 
 
 @torch.no_grad()
+def test_a_packed_window_of_one_token(tmp_path: Path) -> None:
+    """It keeps no groups, and a session of many tokens has none either."""
+    model = set_cache_bits(tiny_student("llama", mixer="window", window=1, sinks=2), 4)
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=True)
+    save_session(tmp_path / "s", model, cache, ids)
+    wanted = model(IDS[:1], past_key_values=cache, use_cache=True).logits
+    loaded = load_session(tmp_path / "s", model).cache
+    assert model(IDS[:1], past_key_values=loaded, use_cache=True).logits.equal(wanted)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["teacher", "mixed_heads"])
 def test_a_cache_made_without_a_config_comes_back(name: str, tmp_path: Path) -> None:
     """Its layers hold all tokens, also behind the sliding window of the model."""

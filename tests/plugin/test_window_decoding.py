@@ -102,7 +102,7 @@ def test_a_branch_steps_as_it_is_called(family: str, dtype: torch.dtype) -> None
         far, padding = torch.randn(q.shape, generator=generator).to(dtype), torch.tensor([[t % 4 == 2], [t < 3]])
         cache.put(state, t)
         wanted, kept = branch(x, q, k, v, far, LayerCall(cache, padding, None))
-        near = window.window_step(branch, q, k, v, in_place, padding, None, None)
+        near = window.window_step(branch, q, k, v, in_place, padding, None, None, None)
         far = far.masked_fill(padding[:, :, None, None], 0)  # as the state's step gives it
         found = window.mixture(branch, x, near.output, near.lse, far, near.numbers)
         real = ~padding[:, 0]

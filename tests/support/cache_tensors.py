@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from deltanet_hf.decoding.fixed_cache import parts_of
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
 
 def cache_tensors(cache: Cache) -> Iterator[tuple[str, Tensor]]:
     """Of its layers in order, with names."""
-    for part in parts_of(cache):
-        names = part.layer.state if isinstance(part.layer, MixerCacheLayer) else ("keys", "values")
-        for name in names:
-            held = part.layer.state[name] if isinstance(part.layer, MixerCacheLayer) else getattr(part.layer, name)
-            yield f"layer {part.at}: {name}", held
+    for index, layer in enumerate(cache.layers):
+        for name, held in as_cache_layer(layer).tensors().items():
+            yield f"layer {index}: {name}", held

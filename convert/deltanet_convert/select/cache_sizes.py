@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deltanet_hf.mixers.cache.packed_reach import held_bytes
 from deltanet_hf.mixers.cache.window_cache import window_shapes
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.window import WindowSettings
-from deltanet_hf.models.cache_bits import held_bytes
 
 from ..conversion_plan import LayerPlan
 from ..teacher_model import Teacher

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence
 
-from deltanet_kernels.packed_cache.layout import GROUP
+from deltanet_hf.mixers.cache.packed_reach import whole_window
 
 from .budget import Budget
 from .cache_sizes import CacheSizes
 from .units import Unit
 
-SHORTEST = GROUP + 1  # tokens of a window; in a packed cache it takes one group
+SHORTEST = whole_window(1)  # tokens of a window; in a packed cache it takes one group
 TRIED = 10  # numbers of kept units besides 0, at most
 LONGEST = 16384  # tokens of the texts that ways to spend a budget are measured on, at most
 
@@ -59,5 +58,4 @@ class Spending:
 
     def in_groups(self, tokens: float) -> int:
         """A window of about so many tokens, before which a packed cache keeps whole groups."""
-        groups = math.ceil((min(tokens, self.longest) - 1) / GROUP)
-        return max(SHORTEST, groups * GROUP + 1)
+        return whole_window(min(tokens, self.longest))

@@ -21,6 +21,7 @@ teacher's attention.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,6 @@ START: dict[str, StartRule] = {
     "ttt": start_fitted,
     "titans": start_fitted,
     "window": start_unchanged,
-    "mixed_heads": start_mixed_heads,
     "fox": start_unchanged,
     "alibi": start_unchanged,
     "deltaformer": start_unchanged,
@@ -66,3 +66,6 @@ START: dict[str, StartRule] = {
 def start_rule(mixer: str) -> StartRule:
     """The rule of the mixer with this name."""
     return START.get(mixer, start_from_scratch if issubclass(MIXERS[mixer], Mixer) else start_unchanged)
+
+
+START["mixed_heads"] = functools.partial(start_mixed_heads, start_rule)

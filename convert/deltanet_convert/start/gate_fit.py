@@ -137,8 +137,7 @@ class GateFit(nn.Module):
         """Returns the operator's output [n, T, H, D] and the output gate logits."""
         decay, strength, gate = self.gates(s.x)
         layer = self.layer[0]
-        o, _ = layer.mix(MixCall(s.q, s.k, s.v, (decay, strength, *layer.further_gates(s.x))))
-        return o, gate
+        return layer.reads(MixCall(s.q, s.k, s.v, (decay, strength, *layer.further_gates(s.x)))), gate
 
     def heads(self, s: Sample) -> Tensor:
         """Returns the layer's output before o_proj [n, T, H, D]."""

@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
+from deltanet_hf.mixers.cache.packed_reach import key_ranges
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.cache_bits import KEY_ORDER, softmax_parts
 from deltanet_hf.models.families import HALF_ANGLES
-from deltanet_kernels.packed_cache.layout import GROUP, key_bits
+from deltanet_kernels.packed_cache.layout import key_bits
 
 IMPLEMENTATION = "deltanet_key_order"  # the name under which the families' attention finds `_record`
 
@@ -77,10 +78,7 @@ def _record(
     What it returns has the shape of an output.
     """
     q, k = query[0].unflatten(0, (key.shape[1], -1)), key[0]
-    groups = [group for group in k.split(GROUP, dim=1) if group.shape[1] == GROUP] or [k]
-    groups = groups[1:] or groups  # the first tokens, which are not packed, are unlike the others
-    ranges = torch.stack([group.amax(1) - group.amin(1) for group in groups])
-    weights.append(q.square().mean((1, 2)) * ranges.square().mean(0))
+    weights.append(q.square().mean((1, 2)) * key_ranges(k).square().mean(0))
     return torch.zeros_like(query).transpose(1, 2), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from deltanet_hf.mixers import LayerKind
@@ -11,16 +12,22 @@ from .calibration import LayerCalibration
 
 
 def start_mixed_heads(
-    attention: Any, layer: MixedHeads, calibration: LayerCalibration, fit_memory: bool = True
+    rule_of: Callable[[str], Callable[..., dict[str, Any]]],
+    attention: Any,
+    layer: MixedHeads,
+    calibration: LayerCalibration,
+    fit_memory: bool = True,
 ) -> dict[str, Any]:
-    """A rule of `START`; returns the figures of the linear branch, whose errors are those of its own heads' output."""
-    from . import start_rule  # here, because its table has a row for this rule
+    """A rule of `START`; returns the figures of the linear branch, whose errors are those of its own heads' output.
 
+    Args:
+        rule_of: gives the rule of the mixer of a branch, by name.
+    """
     figures: dict[str, Any] = {}
     for kind, branch in layer.branches.items():
         part = layer.part_of(attention, kind)
         if isinstance(branch, LayerKind):
-            figures |= start_rule(branch.name)(part, branch, calibration, fit_memory)
+            figures |= rule_of(branch.name)(part, branch, calibration, fit_memory)
         else:
             branch.load_state_dict({**branch.state_dict(), **part.state_dict()})
     return figures

@@ -70,7 +70,7 @@ def missed_scores(branch: WindowBranch, q: Tensor, k: Tensor) -> Tensor:
         first = branch.sinks if branch.family_window is None else max(branch.sinks, start - branch.family_window + 1)
         last = max(first, stop - branch.window)
         query, key = torch.arange(start, stop)[:, None], torch.arange(first, last)
-        missed = query - key >= branch.window
+        missed = query // branch.edge * branch.edge - key >= branch.window
         if branch.family_window is not None:
             missed &= query - key < branch.family_window
         count = missed.sum(-1)

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable
 from deltanet_hf.decoding.graphed_step import graphed_step
-from deltanet_hf.decoding.recorded_prompt import read_prompt
+from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.mixers.cache.argument import CACHE
 

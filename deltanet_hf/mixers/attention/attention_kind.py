@@ -28,10 +28,10 @@ from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.cache_bytes import QUANTISED
+from deltanet_hf.mixers.cache.key_values import QUANTISED
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings, softmax_bytes
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in, sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
@@ -161,6 +161,9 @@ class AttentionKind(LayerKind):
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         return {}
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        return softmax_bytes(self, dtype, tokens, bits)
 
     def forward(
         self,

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -22,8 +23,10 @@ from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.packed_cache import PackedCacheLayer
 from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -33,19 +36,32 @@ class PackedSoftmax:
     """Stands before the family's class (`paired_class`), so that `super().forward` is the family's attention."""
 
     name = "packed softmax"
+    takes_prompt_length = False
+    has_step = True  # as in `WindowAttention`
     cache_bits: int
     layer_idx: int
+    head_dim: int
     config: Any
 
-    def place_cache(self, cache: Cache) -> None:
+    def place_cache(self, cache: Cache) -> MixerCacheLayer:
         """As in `LayerKind`."""
-        cache_layer(cache, self.layer_idx, self.name)
+        return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
+
+    @property
+    def cache_class(self) -> type[MixerCacheLayer]:
+        """As in `LayerKind`: a family's own sliding window bounds what is kept."""
+        grows = sliding_window(self.config.whole, self.layer_idx) is None
+        return PackedCacheLayer if grows else MixerCacheLayer
 
     @property
     def kept(self) -> PackedReach:
         """The part of a sequence that the layer keeps."""
         family_window = sliding_window(self.config.whole, self.layer_idx)
         return PackedReach.of(self.cache_bits, None, 0, family_window, getattr(self, "key_order", None))
+
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
+        """As in `LayerKind`, of one token: the groups that others add are not in it."""
+        return self.kept.shapes(self.config.num_key_value_heads, self.head_dim, 1)
 
     def forward(
         self,
@@ -105,12 +121,10 @@ def call_packed(
         in_place=in_place,
         lengths=call.lengths,
         cu_seqlens=call.cu_seqlens,
-        slots=None if cache is None else cache.slots,
-        pages=None if cache is None else cache.pages,
+        slots=call.slots,
+        pages=call.pages,
     )
     output, _ = family(attention_mask=None, call=held, **{CACHE: None if cache is None else held}, **inputs)
-    if cache is not None:
-        cache.grows = kept.window is None
     if cache is not None and held.state is cache.state:
         cache.count(1)
     elif cache is not None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.cache.static_state import StaticMixerCacheLayer
 
 
-def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> MixerCacheLayer:
+def cache_layer(
+    cache: Cache | MixerCacheLayer, layer_idx: int, owner: str, kind: type[MixerCacheLayer] = MixerCacheLayer
+) -> MixerCacheLayer:
     """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index.
 
     A branch of a layer with mixed heads is handed its part of the layer's cache instead of a cache.
 
     Args:
         owner: the name of the kind of layer.
+        kind: its class, outside of static caches.
 
     Raises:
         ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
@@ -24,13 +27,10 @@ def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> M
     if isinstance(cache, MixerCacheLayer):
         return cache
     layer = layer_at(cache, layer_idx)
-    if not isinstance(layer, MixerCacheLayer):
+    if getattr(layer, "owner", None) != owner:
         refuse_filled(layer, layer_idx, owner)
-        layer = cache.layers[layer_idx] = new_layer(cache, owner)
-    elif layer.owner != owner:
-        refuse_filled(layer, layer_idx, owner)
-        layer.owner = owner
-    return layer
+        layer = cache.layers[layer_idx] = new_layer(cache, kind, owner)
+    return layer  # type: ignore[no-any-return]
 
 
 def layer_at(cache: Cache, layer_idx: int) -> Any:
@@ -54,14 +54,14 @@ def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:
         )
 
 
-def new_layer(cache: Cache, owner: str | None = None) -> MixerCacheLayer:
-    """An empty layer for `cache`.
+def new_layer(cache: Cache, kind: type[MixerCacheLayer], owner: str | None = None) -> MixerCacheLayer:
+    """An empty layer for `cache`, of this class where it is not static.
 
     The length of a static cache is the longest of its layers: those with sliding windows are shorter than the sequence.
     """
     others = cache.layers
-    lengths = [other.max_cache_len for other in others if isinstance(other, StaticLayer)]
+    lengths = [getattr(other, "max_cache_len", 0) for other in others]
     lengths += [getattr(other, "static_length", 0) for other in others]
     if not any(lengths):
-        return MixerCacheLayer(owner)
+        return kind(owner)
     return StaticMixerCacheLayer(max(lengths), owner, all(getattr(other, "is_sliding", False) for other in others))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from deltanet_kernels import pack_prompt, prompt_attention, round_tokens
 from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall, RoundTokensCall
@@ -39,6 +40,7 @@ def quantised_attention(
     softcap: float | None = None,
     packed: Sequence[Tensor] | None = None,
     key_order: Tensor | None = None,
+    edge: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`window_attention` with earlier groups in `bits` bits; q [B, T, HQ, D], k, v [B, T, HK, D], one sequence a row.
 
@@ -46,15 +48,26 @@ def quantised_attention(
         window: the most recent tokens that a query sees, itself included.
         packed: the keys and values that `pack_prompt` restores, where they are known; k and v are then rounded.
         key_order: that of 4 bits (`PackedKeyValues`), or None.
+        edge: as in `window_attention`.
 
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
     if packed is None:
-        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        packed = _seen(k.detach(), v.detach(), bits, key_order)
+        k, v, packed = as_kept(k, v, bits, key_order)
     keys, values = packed
-    return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))
+    return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap, edge))
+
+
+def as_kept(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """k, v [B, T, HK, D] as a query's own group sees them, and keys and values [B, N * 32, HK, D] as later groups do."""
+    k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+    return k, v, _seen(k.detach(), v.detach(), bits, key_order)
+
+
+def straight_through(x: Tensor, seen: Tensor) -> Tensor:
+    """x [B, T, HK, D] with the numbers of `seen` [B, N * 32, HK, D] where it reaches, and gradients of x."""
+    return x + F.pad(seen - x[:, : seen.shape[1]].detach(), (0, 0, 0, 0, 0, x.shape[1] - seen.shape[1]))
 
 
 def _seen(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> Sequence[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,24 +10,43 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from deltanet_hf.mixers.cache.cache_layer import layer_at, new_layer, refuse_filled
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
+from deltanet_hf.mixers.cache.protocol import CacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, StaysOnDevice
 
 
-class MixedCacheLayer(CacheLayerMixin):
+class MixedCacheLayer(CacheLayer, CacheLayerMixin):
     """Parts by the names of the branches; all of them have seen the same tokens.
 
     The growing part, if there is one, is the key/value layer that transformers made for the layer, whatever its class:
     growing, sliding, static, quantised. `Cache.update` reaches it as in any other layer, and only that part goes to the
-    CPU in an offloaded cache. The other parts are `MixerCacheLayer`.
+    CPU in an offloaded cache. The other parts are `MixerCacheLayer`. Tensors have the name of their part in front.
     """
 
     supports_early_init = False
 
-    def __init__(self, parts: dict[str, Any], growing: str | None) -> None:
+    def __init__(self, parts: dict[str, Any], growing: str | None = None) -> None:
         self.keys = self.values = None
-        self.parts = parts
-        self.growing = None if growing is None else parts[growing]
-        self.first = next(iter(parts.values())) if self.growing is None else self.growing
+        self.parts, self._growing = parts, growing
+
+    @property
+    def growing(self) -> Any:
+        """The growing part; None if there is none."""
+        return None if self._growing is None else self.parts[self._growing]
+
+    @property
+    def first(self) -> Any:
+        """The part that knows the tokens."""
+        return next(iter(self.parts.values())) if self._growing is None else self.parts[self._growing]
+
+    @property
+    def _constant(self) -> list[Any]:
+        return [part for name, part in self.parts.items() if name != self._growing]
+
+    @property
+    def _held(self) -> dict[str, CacheLayer]:
+        """The parts under their contract."""
+        return {name: as_cache_layer(part) for name, part in self.parts.items()}
 
     @property
     def static_length(self) -> int:
@@ -35,8 +54,25 @@ class MixedCacheLayer(CacheLayerMixin):
         return max((part.static_length for part in self._constant), default=0)
 
     @property
-    def _constant(self) -> list[MixerCacheLayer]:
-        return [part for part in self.parts.values() if isinstance(part, MixerCacheLayer)]
+    def written(self) -> Tensor | None:  # type: ignore[override]
+        return next((part.written for part in self._held.values() if part.written is not None), None)
+
+    @written.setter
+    def written(self, ids: Tensor | None) -> None:
+        for part in self._held.values():
+            part.written = ids
+
+    @property
+    def grows(self) -> bool:  # type: ignore[override]
+        return any(part.grows for part in self._held.values())
+
+    @property
+    def unmovable(self) -> str | None:  # type: ignore[override]
+        return next((part.unmovable for part in self._held.values() if part.unmovable), None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._held.values())
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -69,7 +105,48 @@ class MixedCacheLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        return max(part.batch_size for part in self._constant)
+        return max(part.batch_size for part in self._held.values())
+
+    def tensors(self, window: int | None = None) -> State:
+        held = self._held.items()
+        return {f"{part}.{name}": x for part, layer in held for name, x in layer.tensors(window).items()}
+
+    def shapes(self, tokens: int) -> dict[str, TensorShape]:
+        held = self._held.items()
+        return {f"{part}.{name}": shape for part, layer in held for name, shape in layer.shapes(tokens).items()}
+
+    def put(self, tensors: State, tokens: int) -> None:
+        for part, layer in self._held.items():
+            prefix = f"{part}."
+            own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+            layer.put(own, tokens)
+
+    def fits_window(self, window: int | None) -> bool:
+        return all(part.fits_window(window) for part in self._held.values())
+
+    def snapshot(self) -> dict[str, Any]:
+        return {name: part.snapshot() for name, part in self._held.items()}
+
+    def rewind(self, contents: dict[str, Any]) -> None:
+        for name, part in self._held.items():
+            part.rewind(contents[name])
+
+    def after(self, tokens: int, copied: Callable[[Tensor], Tensor]) -> MixedCacheLayer:
+        return type(self)({name: part.after(tokens, copied) for name, part in self._held.items()}, self._growing)
+
+    def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> dict[str, Any]:
+        return {name: part.room(tokens, places) for name, part in self._held.items()}
+
+    def fix(self, room: dict[str, Any], tokens: int) -> MixedCacheLayer:
+        self.parts = {name: part.fix(room[name], tokens) for name, part in self._held.items()}
+        return self
+
+    def release(self, tokens: int, copied: bool) -> MixedCacheLayer:
+        self.parts = {name: part.release(tokens, copied) for name, part in self._held.items()}
+        return self
+
+    def changed(self, number: int) -> Iterable[Tensor]:
+        return [x for part in self._held.values() for x in part.changed(number)]
 
     def get_seq_length(self) -> int:
         return self.first.get_seq_length()  # type: ignore[no-any-return]
@@ -85,11 +162,6 @@ class MixedCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.growing is not None
         return self.growing.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
-
-    def replace_growing(self, layer: Any) -> None:
-        """Put another key/value layer in the place of the growing part."""
-        name = next(name for name, part in self.parts.items() if part is self.growing)
-        self.parts[name] = self.growing = self.first = layer
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("lazy_initialization: the parts of a layer with mixed heads are made by their first call")
@@ -132,8 +204,8 @@ class ConstantMixedCacheLayer(  # type: ignore[misc, override]
     # `Cache` reads these of every layer that claims to hold linear attention.
     number_of_states = 1
 
-    def __init__(self, parts: dict[str, Any]) -> None:
-        MixedCacheLayer.__init__(self, parts, None)
+    def __init__(self, parts: dict[str, Any], growing: None = None) -> None:
+        MixedCacheLayer.__init__(self, parts)
 
     @property
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
@@ -146,11 +218,13 @@ class ConstantMixedCacheLayer(  # type: ignore[misc, override]
     update_recurrent_state = update
 
 
-def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], growing: str | None) -> MixedCacheLayer:
+def mixed_cache_layer(
+    cache: Cache, layer_idx: int, constant: Mapping[str, type[MixerCacheLayer]], growing: str | None
+) -> MixedCacheLayer:
     """This layer's parts in `cache`; on first use they take the place of the key/value layer made for the index.
 
     Args:
-        constant: names of the branches whose cache does not grow.
+        constant: the classes of the parts of the branches that make their own, by the names of these.
         growing: name of the branch whose keys and values the key/value layer is to hold; None for no such branch.
 
     Raises:
@@ -160,7 +234,7 @@ def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], gro
     if not isinstance(layer, MixedCacheLayer):
         refuse_filled(layer, layer_idx, "mixed")
         parts: dict[str, Any] = {} if growing is None else {growing: layer}
-        parts |= {name: new_layer(cache) for name in constant}
+        parts |= {name: new_layer(cache, kind) for name, kind in constant.items()}
         layer = ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)
         cache.layers[layer_idx] = layer
     return layer

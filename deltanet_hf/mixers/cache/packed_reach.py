@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,30 @@ NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "valu
 PACKED = NAMES[:4]  # those with a dimension of groups, the third
 
 
+def groups_before(tokens: int) -> int:
+    """The groups that are complete before the last of `tokens` tokens: packed, where all are kept."""
+    return max(0, tokens - 1) // GROUP
+
+
+def tokens_before(tokens: int) -> int:
+    """The tokens of these groups."""
+    return groups_before(tokens) * GROUP
+
+
+def whole_window(tokens: float) -> int:
+    """The shortest window of at least `tokens` tokens before which whole groups are kept, and at least one."""
+    return max(1, math.ceil((tokens - 1) / GROUP)) * GROUP + 1
+
+
+def key_ranges(k: Tensor) -> Tensor:
+    """How far the keys k [HK, T, D] reach in each group: [N, HK, D], without the first group if there are others.
+
+    The first tokens, which are not packed, are unlike the others.
+    """
+    groups = [group for group in k.split(GROUP, dim=1) if group.shape[1] == GROUP] or [k]
+    return torch.stack([group.amax(1) - group.amin(1) for group in groups[1:] or groups])
+
+
 @dataclass(frozen=True)
 class PackedReach:
     """The part of a sequence that a cache keeps, and the part of that which a query sees.
@@ -25,13 +51,17 @@ class PackedReach:
         sinks: the first tokens, at most 4, that it sees before the window too.
         family_window: the family's own window, outside of which sinks are not seen either.
         key_order: the key order of 4 bits (`PackedKeyValues`), or None.
+        edge: as for `window_attention`.
     """
+
+    group_size: ClassVar[int] = GROUP  # tokens
 
     bits: int
     window: int | None
     sinks: int = 0
     family_window: int | None = None
     key_order: Tensor | None = field(default=None, compare=False)
+    edge: int = 1
 
     @classmethod
     def of(
@@ -53,19 +83,46 @@ class PackedReach:
 
     def groups(self, tokens: int) -> int:
         """N: the packed groups after `tokens` tokens."""
-        return max(0, tokens - 1) // GROUP if self.window is None else -(-(self.window - 1) // GROUP)
+        return groups_before(tokens) if self.window is None else -(-(self.window - 1) // GROUP)
 
     def shapes(self, heads: int, size: int, tokens: int) -> dict[str, TensorShape]:
         """The tensors of one sequence after `tokens` tokens."""
-        groups, parts, blocks = self.groups(tokens), max(1, size // GROUP), token_blocks(size)
+        before, group = (heads, self.groups(tokens)), self.group_shapes(size).items()
         own = TensorShape((heads, SINKS + GROUP, size), torch.uint8)
         return {
-            "key_codes": TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8),
-            "key_scales": TensorShape((heads, groups, size), torch.int16),
-            "value_codes": TensorShape((heads, groups, size, GROUP * self.bits // 8), torch.uint8),
-            "value_scales": TensorShape((heads, groups, parts, GROUP), torch.int16),
+            **{name: TensorShape((*before, *one.shape), one.dtype) for name, one in group},
             "keys": own,
             "values": own,
-            "token_scales": TensorShape((heads, SINKS + GROUP, 4 * blocks), torch.uint8),
+            "token_scales": TensorShape((heads, SINKS + GROUP, 4 * token_blocks(size)), torch.uint8),
             "count": TensorShape((), torch.int32),
         }
+
+    def group_shapes(self, size: int) -> dict[str, TensorShape]:
+        """The tensors of one packed group of one head."""
+        return {
+            "key_codes": TensorShape((GROUP, size * self.bits // 8), torch.uint8),
+            "key_scales": TensorShape((size,), torch.int16),
+            "value_codes": TensorShape((size, GROUP * self.bits // 8), torch.uint8),
+            "value_scales": TensorShape((max(1, size // GROUP), GROUP), torch.int16),
+        }
+
+
+def held_bytes(
+    heads: int,
+    size: int,
+    tokens: int,
+    bits: int,
+    dtype: torch.dtype,
+    window: int | None,
+    sinks: int,
+    family_window: int | None = None,
+) -> int:
+    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `PackedReach`.
+
+    Tensors of 16 bits are counted without the numbers of their tokens.
+    """
+    if bits < 16:
+        shapes = PackedReach.of(bits, window, sinks, family_window).shapes(heads, size, tokens)
+        return sum(shape.nbytes for shape in shapes.values())
+    seen = tokens if window is None else min(tokens, window + sinks)
+    return 2 * heads * size * dtype.itemsize * (seen if family_window is None else min(seen, family_window))

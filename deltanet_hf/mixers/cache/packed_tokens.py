@@ -102,10 +102,11 @@ class PackedTokens:
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        old = self._cache(self.state) if self.state else self._empty(k)
+        old = self.cache_before(k)
         longest, cu_seqlens = (length, None) if self._lengths is None else (max(self._lengths), self._cu_seqlens)
         groups, reach = kept.groups(self._seen + longest), (kept.window, kept.sinks, kept.family_window)
-        call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest)
+        rest = scale, softcap, cu_seqlens, longest, kept.edge
+        call = PackedPartCall(q, k, v, old, groups, *reach, *rest)
         if self._padding is None:
             o, lse, cache = packed_part.unchecked(call)
         else:
@@ -113,6 +114,10 @@ class PackedTokens:
             o, lse, cache = attention_by_numbers(call, tokens.numbers.long() - 1)
         self.state = dict(zip(NAMES, cache.tensors, strict=True))
         return o, lse
+
+    def cache_before(self, k: Tensor) -> PackedKeyValues:
+        """The cache before `attend`, for keys as in k [B, T, HK, D]."""
+        return self._cache(self.state) if self.state else self._empty(k)
 
     def _cache(self, state: State) -> PackedKeyValues:
         return PackedKeyValues(*(state[name] for name in NAMES), self.kept.key_order)  # type: ignore[call-arg]
@@ -135,7 +140,7 @@ class PackedTokens:
             cache, *packed = pack_prompt.unchecked(call)
             self.state = dict(zip(NAMES, cache.tensors, strict=True))
         window = length if kept.window is None else kept.window
-        rest = kept.bits, softcap, packed, kept.key_order
+        rest = kept.bits, softcap, packed, kept.key_order, kept.edge
         return quantised_attention(q, k, v, window, kept.sinks, scale, *rest)
 
     def step(
@@ -159,7 +164,8 @@ class PackedTokens:
         cache = self._cache(state)
         self.state = state
         reach = kept.window, kept.sinks, kept.family_window
-        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, self._slots, self._pages)
+        rest = scale, softcap, cos, sin, self._slots, self._pages, kept.edge
+        call = PackedStepCall(q, k, v, cache, *reach, *rest)
         return packed_step_.unchecked(call)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,28 +12,14 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from deltanet_hf.mixers.cache.history import History, PastCall
-
-State = dict[str, Tensor]
-"""The tensors that a mixer keeps between calls, by the names of its `state_shapes`; each begins with the batch."""
+from deltanet_hf.mixers.cache.protocol import CacheLayer, State, TensorShape, leading
 
 StaysOnDevice: Any = getattr(cache_utils, "DummyLayer", object)
 """A base of layers that an offloaded cache leaves on the device; before 5.24, linear attention was enough for that."""
 
 
-@dataclass(frozen=True)
-class TensorShape:
-    """Shape and dtype of one tensor of a state, for one sequence (without the batch)."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
-
-
-class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin, StaysOnDevice):
-    """A mixer's state and the number of tokens it has seen.
+class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixin, StaysOnDevice):
+    """A mixer's state, of constant size, and the number of tokens it has seen.
 
     The layer counts tokens itself, so that models without any softmax layer know their position. While `record_past`
     is set, `crop` can take back the last tokens (`history.py`).
@@ -53,17 +39,10 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin, StaysOnDe
         self.is_initialized = False
         self.record_past = False
         self.history = History()
-        self.grows = False  # whether the tensors of `state` become larger with the tokens
         self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
         self.longest: int | None = None  # while they are, the tokens that there will be at most, if that is known
-        # For servers. Tokens of each sequence packed into the one row of a first call; each gets a row of the state.
-        self.lengths: Sequence[int] | None = None
-        # The rows of the tensors of `state` in which a step finds its B sequences, as for `packed_step_`.
-        self.slots: Tensor | None = None  # [B] int32
-        self.pages: Tensor | None = None  # [B, M] int32, those of packed groups that lie in pages of their own
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0
-        self.written: Tensor | None = None  # ids [B, T] of the first tokens, where `generate` knows them
         self.device: torch.device | None = None  # type: ignore[assignment]
 
     @property
@@ -109,25 +88,50 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin, StaysOnDe
         in_inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
         return in_inference or not any(tensor.is_inference() for tensor in tensors)
 
-    def put(self, state: State, tokens_seen: int) -> None:
-        """Go on from copies of this state and number of tokens; an empty state is that before the first token."""
+    def tensors(self, window: int | None = None) -> State:
+        return self.state
+
+    def shapes(self, tokens: int) -> dict[str, TensorShape]:
+        return {name: TensorShape(tuple(x.shape[1:]), x.dtype) for name, x in self.state.items()}
+
+    def put(self, tensors: State, tokens: int) -> None:
         self.history.clear()
         self.written = None
-        self.state = {name: tensor.clone() for name, tensor in state.items()}
-        self.tokens_seen, self.is_initialized = tokens_seen, bool(state)
+        self.state = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.tokens_seen, self.is_initialized = tokens, bool(tensors)
 
-    def fix(self, tensors: State, longest: int | None = None) -> None:
-        """Keep the state in `tensors`, which hold it already, until `release`; meanwhile tokens are not counted.
+    def snapshot(self) -> tuple[State, int]:
+        return {name: tensor.clone() for name, tensor in self.state.items()}, int(self.tokens_seen)
 
-        Args:
-            longest: tokens that there will be at most until then; None for any number.
-        """
-        self.state, self.fixed, self.longest = tensors, True, longest
+    def rewind(self, contents: tuple[State, int]) -> None:
+        self.put(*contents)
 
-    def release(self, tokens_seen: int, copied: bool) -> None:
-        """Leave the tensors of `fix` with their contents `copied`, or keep them as any others."""
-        self.state = {name: tensor.clone() if copied else tensor for name, tensor in self.state.items()}
-        self.fixed, self.tokens_seen = False, tokens_seen
+    def after(self, tokens: int, copied: Callable[[Tensor], Tensor]) -> MixerCacheLayer:
+        made = copy.copy(self)
+        made.history, made.tokens_seen = History(), tokens
+        made.state = {name: copied(leading(self.state[name], one.shape)) for name, one in self.shapes(tokens).items()}
+        return made
+
+    def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> State:
+        shapes = self.shapes(tokens)
+        return {name: x.new_zeros(len(x), *shapes[name].shape) for name, x in self.state.items()}
+
+    def fix(self, room: State, tokens: int) -> MixerCacheLayer:
+        for name, x in self.state.items():
+            leading(room[name], x.shape[1:]).copy_(x)
+        self.state, self.fixed = room, True
+        return self
+
+    def release(self, tokens: int, copied: bool) -> MixerCacheLayer:
+        held = {name: leading(self.state[name], one.shape) for name, one in self.shapes(tokens).items()}
+        if copied:
+            held = {name: x.clone() for name, x in held.items()}
+        self.state = {name: x.contiguous() for name, x in held.items()}
+        self.fixed, self.tokens_seen = False, tokens
+        return self
+
+    def changed(self, number: int) -> Iterable[Tensor]:
+        return self.state.values()
 
     def get_seq_length(self) -> int:
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own

@@ -19,6 +19,7 @@ class StaticMixerCacheLayer(MixerCacheLayer):
         is_sliding: whether all of them have a sliding window.
     """
 
+    unmovable = "StaticMixerCacheLayer"
     is_compileable = True  # for such caches transformers makes a mask per step even where nothing is masked
 
     def __init__(self, static_length: int, owner: str | None, is_sliding: bool) -> None:
@@ -35,12 +36,12 @@ class StaticMixerCacheLayer(MixerCacheLayer):
                     torch._dynamo.mark_static_address(tensor)
         self._copy_in_place(state)
 
-    def put(self, state: State, tokens_seen: int) -> None:
+    def put(self, tensors: State, tokens: int) -> None:
         self.reset()
-        if state:
-            self._store(state)
+        if tensors:
+            self._store(tensors)
             self.is_initialized = True
-        self.tokens_seen += tokens_seen
+        self.tokens_seen += tokens
 
     def reset(self) -> None:
         count = self.tokens_seen

@@ -49,14 +49,17 @@ class Tokens:
         """The first `length` [1] tokens of each sequence; those after them become padding."""
         return Tokens(self.numbers.masked_fill(self.numbers > length, 0), self.sequences)
 
-    def sees(self, keys: Tokens, window: int, sinks: int, family_window: int | None) -> Tensor:
+    def sees(self, keys: Tokens, window: int, sinks: int, family_window: int | None, edge: int = 1) -> Tensor:
         """[B, Tq, Tk] bool: what the tokens, as queries, see of `keys`; `family_window` is the family's own.
+
+        With `edge`, the window begins as for `window_attention`.
 
         Padding sees itself, because a query that sees nothing gives NaN.
         """
         query, key = self.numbers.unsqueeze(2), keys.numbers.unsqueeze(1)
         distance = query - key
-        seen = (distance >= 0) & (key > 0) & ((distance < window) | (key <= sinks))
+        reach = (query - 1) // edge * edge + 1 - key
+        seen = (distance >= 0) & (key > 0) & ((reach < window) | (key <= sinks))
         if family_window is not None:
             seen = seen & (distance < family_window)
         if self.sequences is not None and keys.sequences is not None:

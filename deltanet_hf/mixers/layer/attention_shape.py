@@ -27,7 +27,7 @@ class MixerProjections(MixerSettings):
     """The settings of everything that surrounds a recurrence; all mixers with a recurrent state share them."""
 
     state_dtypes: ClassVar[tuple[StateDtype, ...]] = ("float32", "bfloat16")
-    """Those that the rule has."""
+    """Those that the rule has; a delayed state has all."""
     expand_kv: bool  # key/value heads repeated to the number of query heads: one state per query head
     rope: bool  # the teacher's rotary embedding on q and k
     qk_norm: bool  # the teacher's learned q/k norms, where it has them
@@ -44,6 +44,7 @@ class MixerProjections(MixerSettings):
     state_dtype: StateDtype = "float32"  # of the state in the cache; the arithmetic is float32
     window: int = 0  # tokens of a softmax window beside the state; 0 for none
     sinks: int = 4  # first tokens of a sequence that the window sees too
+    delayed: bool = False  # the state holds what has left the window, not all tokens (`delayed_state.py`)
     conv_on: ConvolvedParts = "qkv"  # what the convolution acts on
     output_gate_rank: int = 0  # of the output gate's projection; 0 for a full matrix
 
@@ -52,7 +53,7 @@ class MixerProjections(MixerSettings):
             ("qk_activation", get_args(Activation)),
             ("v_activation", get_args(Activation)),
             ("output_norm", get_args(OutputNorm)),
-            ("state_dtype", self.state_dtypes),
+            ("state_dtype", get_args(StateDtype) if self.delayed else self.state_dtypes),
             ("conv_on", get_args(ConvolvedParts)),
         ):
             check_choice(where, name, getattr(self, name), allowed)
@@ -66,12 +67,15 @@ class MixerProjections(MixerSettings):
             "k_offset",
             "shared_kv",
             "allow_neg_eigval",
+            "delayed",
         ):
             check_bool(where, name, getattr(self, name))
         if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
             raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
         check_at_least(where, "window", self.window, 0)
         check_at_least(where, "sinks", self.sinks, 0)
+        if self.delayed and not (self.window and self.rope and not self.conv_size):
+            raise ValueError(f"{where}.delayed: got true, needs a window, rope (its keys have it) and conv_size 0")
         check_at_least(where, "output_gate_rank", self.output_gate_rank, 0)
         if self.output_gate_rank and not self.output_gate:
             got = f"{where}.output_gate_rank: got {self.output_gate_rank}"
@@ -97,6 +101,11 @@ BESIDE_WINDOW: dict[str, Any] = {
     "state_dtype": "bfloat16",
     "k_offset": False,
 }  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
+DELAYED: dict[str, Any] = {
+    "delayed": True,
+    "conv_size": 0,  # its tails cost as much as a longer window is worth (docs/results.md)
+    "state_dtype": "int8",
+}  # and where the rule can have a state of what has left the window
 
 
 WIDE = 2048  # hidden size

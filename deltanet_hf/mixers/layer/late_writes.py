@@ -36,7 +36,9 @@ class LateSettings(MixerProjections):
     def validate(self, where: str) -> None:
         super().validate(where)
         check_at_least(where, "late_writes", self.late_writes, 0)
-        if self.state_dtype == "int8" and self.late_writes < FEWEST_FOR_8_BITS:
+        if self.delayed and self.late_writes:
+            raise ValueError(f"{where}.late_writes: got {self.late_writes}, expected 0 with a delayed state")
+        if not self.delayed and self.state_dtype == "int8" and self.late_writes < FEWEST_FOR_8_BITS:
             raise ValueError(
                 f"{where}.late_writes: got {self.late_writes}, expected at least {FEWEST_FOR_8_BITS}, because a "
                 "state_dtype of int8 is rounded when they are folded into the state"

@@ -14,6 +14,7 @@ from deltanet_hf.mixers.cache import history
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 
 
@@ -24,6 +25,7 @@ class LayerCall:
     cache: MixerCacheLayer | None  # the layer's part of the cache
     padding: Tensor | None  # [B, T] bool, True at padding
     cu_seqlens: Tensor | None  # [N + 1] boundaries of packed sequences over the B*T tokens
+    view: CacheView | None = None  # where a server keeps the sequences of the call
 
     @classmethod
     def of(
@@ -31,7 +33,7 @@ class LayerCall:
         layer: Any,
         length: int,
         attention_mask: Tensor | None,
-        cache: Cache | MixerCacheLayer | None,
+        cache: Cache | MixerCacheLayer | CacheView | None,
         cu_seq_lens_q: Tensor | None,
         padding: Tensor | None,
     ) -> LayerCall:
@@ -41,9 +43,13 @@ class LayerCall:
             ValueError: a mask that cannot be read, packed sequences together with a cache, or a cache that a layer of
                 another kind has filled.
         """
-        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name)
+        boundaries = boundaries_in(cu_seq_lens_q, length, cache)
+        view: CacheView | None = None
+        if isinstance(cache, CacheView):
+            view, cache = cache, cache.layer
+        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name, layer.cache_class)
         seen = 0 if part is None else part.get_seq_length()
-        return cls(part, padding_in(attention_mask, padding, length, seen), boundaries_in(cu_seq_lens_q, length, part))
+        return cls(part, padding_in(attention_mask, padding, length, seen), boundaries, view)
 
     @property
     def state(self) -> State | None:
@@ -53,7 +59,17 @@ class LayerCall:
     @property
     def lengths(self) -> Sequence[int] | None:
         """Tokens of each packed sequence, where their states are wanted; else None."""
-        return None if self.cache is None or self.cu_seqlens is None else self.cache.lengths
+        return None if self.view is None or self.cu_seqlens is None else self.view.lengths
+
+    @property
+    def slots(self) -> Tensor | None:
+        """[B] int32, as in `CacheView`."""
+        return None if self.view is None else self.view.slots
+
+    @property
+    def pages(self) -> Tensor | None:
+        """[B, M] int32, as in `CacheView`."""
+        return None if self.view is None else self.view.pages
 
     @property
     def keep_state(self) -> bool:

@@ -10,7 +10,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.state import TensorShape
+from deltanet_hf.mixers.cache.packed_reach import held_bytes
+from deltanet_hf.mixers.cache.protocol import CacheLayer, TensorShape
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
 PositionEmbeddings = tuple[Tensor, Tensor]
@@ -74,8 +77,15 @@ class LayerKind:
         """The layer that takes the place of `attention`, the module that the family's own constructor made."""
         raise NotImplementedError
 
-    def place_cache(self, cache: Cache) -> None:
-        """Make this layer's part of `cache`, which its first call makes otherwise; key/value layers exist already."""
+    cache_class: ClassVar[type[MixerCacheLayer]] = MixerCacheLayer
+    """The class of its part of a cache."""
+
+    takes_prompt_length: bool = False
+    """Whether calls take `prompt_length`, see `FastDecoder`."""
+
+    def place_cache(self, cache: Cache) -> CacheLayer | None:
+        """This layer's part of `cache`, made if there is none yet; None where it is a key/value layer."""
+        return None
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The state of one sequence, as it is kept in the cache of a model of this dtype."""
@@ -125,6 +135,18 @@ class LayerKind:
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the state of one sequence, the same at any length; keys and values that grow are not in it."""
         return sum(shape.nbytes for shape in self.state_shapes(dtype).values())
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        """Bytes of one sequence of `tokens` tokens whose keys and values have `bits` bits."""
+        return self.state_bytes(dtype)
+
+
+def softmax_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
+    """`LayerKind.stored_bytes` of a family's attention."""
+    config: Any = attention.config
+    family_window = sliding_window(config, attention.layer_idx)
+    sizes = int(config.num_key_value_heads), int(attention.head_dim)
+    return held_bytes(*sizes, tokens, bits, dtype, None, 0, family_window)
 
 
 def branches_of(attention: nn.Module) -> dict[str, Any]:

@@ -29,8 +29,12 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.packed_reach import held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
+from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
+from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
+from deltanet_hf.mixers.layer.delayed_state import read_rows
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
@@ -53,9 +57,14 @@ class Mixer(LayerKind, nn.Module):
 
     Settings: ClassVar[type[MixerProjections]] = MixerProjections
     rearranges_weights: ClassVar[bool] = True
+    may_delay: ClassVar[bool] = True
+    """Whether the rule can have a state of what has left the window: a token writes its own key and value once, and the
+    read depends on query and state alone."""
 
     def __init__(self, shape: AttentionShape, settings: MixerProjections, layer_idx: int) -> None:
         super().__init__()
+        if settings.delayed and not self.may_delay:
+            raise ValueError(f"delayed: got true, but the state of {self.name} reads every token as it comes")
         self.settings, self.layer_idx, self.head_dim = settings, layer_idx, shape.head_dim
         self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
         self.num_states = shape.num_v_heads
@@ -191,8 +200,8 @@ class Mixer(LayerKind, nn.Module):
             if bits < 16:
                 _ = self.window_branch.kept
 
-    def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx, self.name)
+    def place_cache(self, cache: Cache) -> MixerCacheLayer:
+        return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         shapes = self.recurrent_shapes()
@@ -200,7 +209,17 @@ class Mixer(LayerKind, nn.Module):
             shapes["conv_tail"] = TensorShape((self.conv_channels, self.settings.conv_size - 1), dtype)
         if self.window_branch is not None:
             shapes |= self.window_branch.state_shapes(dtype)
+            if self.window_branch.delayed:
+                shapes |= waiting_shapes(self)
         return shapes
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        branch = self.window_branch
+        if branch is None:
+            return self.state_bytes(dtype)
+        window = held_bytes(branch.kv_heads, branch.head_dim, tokens, bits, dtype, branch.window, branch.sinks)
+        shapes = self.state_shapes(dtype)
+        return window + sum(shapes[name].nbytes for name in shapes.keys() - set(branch.state_names))
 
     def project_qkv(
         self, hidden_states: Tensor, position_embeddings: PositionEmbeddings | None
@@ -236,7 +255,7 @@ class Mixer(LayerKind, nn.Module):
         hidden_states: Tensor,
         position_embeddings: PositionEmbeddings | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | MixerCacheLayer | None = None,
+        past_key_values: Cache | MixerCacheLayer | CacheView | None = None,
         cu_seq_lens_q: Tensor | None = None,
         padding: Tensor | None = None,
         **kwargs: Any,
@@ -259,15 +278,14 @@ class Mixer(LayerKind, nn.Module):
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
         projected = self.project(x)
+        if self.window_branch is not None and self.window_branch.delayed:
+            output, new_state = delayed(self, x, projected, position_embeddings, call)
+            if call.cache is not None:
+                call.cache.advance(length, new_state)
+            return self.o_proj(output.flatten(-2)), None
         q, k, v = self.repeated(*projected)
         q, k, v, conv_tail = self.convolved(q, k, v, call)
-        q, k, v = self.rotated(q, k, v, position_embeddings)
-        if self.k_offset is not None:
-            k = self.k_offset(k)
-        if self.settings.qk_activation == "silu":
-            q, k = F.silu(q), F.silu(k)
-        if self.settings.v_activation == "silu":
-            v = F.silu(v)
+        q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
 
         inputs = MixCall(q, k, v, self.gates(x, padding), padding, state, call.keep_state, call.cu_seqlens)
         output, new_state = self.mix(inputs if call.cu_seqlens is None else inputs.in_one_row())
@@ -283,6 +301,23 @@ class Mixer(LayerKind, nn.Module):
         if call.cache is not None:
             call.cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
+
+    def reads(self, call: MixCall) -> Tensor:
+        """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
+        branch = self.window_branch
+        if branch is not None and branch.delayed:
+            return read_rows(self.mix, call, branch.groups, branch.sinks)[0]
+        return self.mix(call)[0]
+
+    def activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads, D] with the keys' offset and the activations."""
+        if self.k_offset is not None:
+            k = self.k_offset(k)
+        if self.settings.qk_activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        if self.settings.v_activation == "silu":
+            v = F.silu(v)
+        return q, k, v
 
     def convolved(
         self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall

@@ -18,6 +18,8 @@ Shapes: B batch, T tokens of a call, HQ query heads, HK key/value heads, D head 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +34,8 @@ from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
+from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.packed_cache.layout import GROUP
 from deltanet_kernels.window.cpu import attention
 
 
@@ -77,6 +81,10 @@ class WindowBranch(Part):
         self.window, self.sinks = settings.window, settings.sinks
         if shape.family_window is not None:  # the teacher's own sliding window loses the sinks too
             self.window, self.sinks = min(settings.window, shape.family_window), 0
+        # A sliding teacher sees nothing of what has left its window; there the state goes on reading all tokens.
+        self.delayed, self.edge = settings.delayed and shape.family_window is None, 1
+        if self.delayed:  # whole groups before a query's own
+            self.edge, self.window = GROUP, cdiv(self.window - 1, GROUP) * GROUP + 1
         self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None
         self.share_proj = nn.Linear(shape.hidden_size, self.heads)
         self.slopes = ShareSlopes(self.heads)
@@ -97,13 +105,14 @@ class WindowBranch(Part):
 
     @property
     def kept(self) -> PackedReach:
-        return PackedReach.of(self.cache_bits, self.window, self.sinks, None, getattr(self, "key_order", None))
+        order = getattr(self, "key_order", None)
+        return replace(PackedReach.of(self.cache_bits, self.window, self.sinks, None, order), edge=self.edge)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
         if self.cache_bits < 16:
             return self.kept.shapes(self.kv_heads, self.head_dim, 0)
-        return window_shapes(self.kv_heads, self.head_dim, self.window + self.sinks, dtype)
+        return window_shapes(self.kv_heads, self.head_dim, self.places + self.sinks, dtype)
 
     def forward(
         self,
@@ -171,10 +180,21 @@ class WindowBranch(Part):
             share = torch.where(dropped, 1.0, share)
         return share
 
+    @property
+    def places(self) -> int:
+        """Tokens that the window keeps, besides the sinks."""
+        return self.window + self.edge - 1
+
+    @property
+    def groups(self) -> int:
+        """N: whole groups before a query's own that it sees, with a state of what has left the window."""
+        return (self.window - 1) // GROUP
+
     def unseen(self, numbers: Tensor) -> Tensor:
-        """Number of earlier tokens that the teacher's attention sees and the window does not."""
+        """Number of earlier tokens that the teacher's attention sees and the window does not; `numbers` from 1."""
         seen = numbers if self.family_window is None else numbers.clamp_max(self.family_window)
-        return (seen - self.window - self.sinks).clamp_min(0)
+        begin = (numbers - 1) // self.edge * self.edge + 1 - self.window
+        return (seen - numbers + begin - self.sinks).clamp_min(0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention within a call: w [B, T, HQ, D] and log Z [B, T, HQ] float32."""
@@ -185,9 +205,10 @@ class WindowBranch(Part):
             if cu_seqlens is not None:
                 raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
             rest = self.scale, self.cache_bits, self.softcap, None, self.kept.key_order
-            near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest)
+            near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
         else:
-            near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
+            rest = self.scale, cu_seqlens, self.softcap, self.edge
+            near, lse = window_attention(q, k, v, self.window, self.sinks, *rest)
         return with_learned_sinks(near.view(shape), lse.view(shape[:3]), self.learned_sinks)
 
     def _attend_kept(

@@ -89,7 +89,7 @@ class ArrangedTokens:
         return PackedKeyValues(*packed, *token_tensors(k, v), self.count.int(), self.key_order)  # type: ignore[call-arg]
 
     def attend(
-        self, q: Tensor, window: int, sinks: int, limit: int, scale: float, softcap: float | None
+        self, q: Tensor, window: int, sinks: int, limit: int, scale: float, softcap: float | None, edge: int
     ) -> tuple[Tensor, Tensor]:
         """The attention of q [B, T, HQ, D], see `PackedPartCall`; a mask says which form of which token it sees."""
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -102,7 +102,7 @@ class ArrangedTokens:
         if not (self.numbers.is_cuda or is_observed()):  # of CUDA tensors nothing is read on the host
             known = (self.numbers - base).masked_fill(self.numbers < 0, -1)
         outputs, sums = [], []
-        seen_at_once = length if known is None else min(length, window + QUERIES)
+        seen_at_once = length if known is None else min(length, window + edge + QUERIES)
         step = max(1, MOST_SCORES // (len(q) * q.shape[2] * (SINKS + 2 * seen_at_once)))
         if seen_at_once < length:
             step = min(step, QUERIES)
@@ -113,7 +113,7 @@ class ArrangedTokens:
                 places = known[:, start : start + step]
                 last = int(places.max()) + 1
                 least = int(places.where(places >= 0, last).min())
-                far = slice(max(0, least - window + 1), last)
+                far = slice(max(0, least - window - edge + 2), last)
                 own = slice(least // GROUP * GROUP, last)
             keys, values = (
                 torch.cat([one, seen[:, :, far], x[:, :, own]], dim=2).to(wide)
@@ -125,7 +125,7 @@ class ArrangedTokens:
             i = numbers.unsqueeze(2)
             same = j // GROUP == i // GROUP
             seen = (j >= 0) & (j <= i) & torch.where(is_own, same, ~same)
-            seen = seen & ((i - j < window) | (j < sinks)) & (i - j < limit)
+            seen = seen & ((i // edge * edge - j < window) | (j < sinks)) & (i - j < limit)
             seen = seen | ((i < 0) & is_sink)  # padding sees something, because nothing gives NaN
             output, lse = attention(some.to(wide), keys, values, seen.unsqueeze(1), scale, softcap)
             outputs.append(output.to(q.dtype))
@@ -136,7 +136,7 @@ class ArrangedTokens:
 def attention_by_numbers(call: PackedPartCall, numbers: Tensor) -> tuple[Tensor, Tensor, PackedKeyValues]:
     """As `packed_part`, of tokens with these numbers [B, T] in their sequences, counted from 0; -1 is padding."""
     arranged = ArrangedTokens.of(call.k, call.v, numbers, call.cache)
-    o, lse = arranged.attend(call.q, *call.reach, call.factor, call.softcap)
+    o, lse = arranged.attend(call.q, *call.reach, call.factor, call.softcap, call.edge)
     return o, lse, arranged.state(call.groups)
 
 
@@ -149,7 +149,8 @@ def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyVa
     if begins and (sinks == 0 or limit >= T):
         held = call.cache.bits, call.groups, None, call.cache.key_order
         cache, keys, values = torch_pack_prompt(PackPromptCall(call.k, call.v, *held))
-        prompt = PromptAttentionCall(*call[:3], keys, values, min(window, T), sinks, call.factor, call.softcap)
+        rest = min(window, T), sinks, call.factor, call.softcap, call.edge
+        prompt = PromptAttentionCall(*call[:3], keys, values, *rest)
         return *torch_prompt_attention(prompt), cache
     places = torch.arange(call.q.shape[1], device=call.q.device)
     return attention_by_numbers(call, call.cache.lengths.long()[:, None] + places)

@@ -31,6 +31,7 @@ class PackedAttentionCall(NamedTuple):
         limit: the most recent tokens outside of which sinks are not seen either; None for all.
         scale: factor of the scores, D**-0.5 by default.
         softcap: the scores s become softcap * tanh(s / softcap).
+        edge: as for `window_attention`.
 
     Returns:
         o [B, HQ, 1, D] in the dtype of q, and the log-sum-exp of the scores [B, HQ], float32 at least.
@@ -47,6 +48,7 @@ class PackedAttentionCall(NamedTuple):
     limit: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    edge: int = 1
 
     @property
     def reach(self) -> tuple[int, int, int]:
@@ -69,7 +71,7 @@ class PackedStepCall(NamedTuple):
         k, v: its key and value [B, 1, HK, D], not rounded.
         cache: its tensors contiguous; N > 0 if any sequence goes beyond 32 tokens, and as many as are to be seen.
             Sequences have fewer than 2**23 tokens.
-        window, sinks, limit, scale, softcap: as for `packed_attention`.
+        window, sinks, limit, scale, softcap, edge: as for `packed_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D, as for `window_step_`. Keys are
             kept rotated.
         slots: [B] int32, the row of the cache's tensors that holds each sequence; otherwise as for
@@ -99,6 +101,7 @@ class PackedStepCall(NamedTuple):
     sin: Tensor | None = None
     slots: Tensor | None = None
     pages: Tensor | None = None
+    edge: int = 1
 
     @property
     def packed_rows(self) -> Tensor | None:
@@ -108,7 +111,7 @@ class PackedStepCall(NamedTuple):
     @property
     def attention(self) -> PackedAttentionCall:
         """The attention to a cache that holds the token, of queries [B, HQ, 1, D] that are rotated already."""
-        return PackedAttentionCall(self.q.transpose(1, 2), *self[3:9])
+        return PackedAttentionCall(self.q.transpose(1, 2), *self[3:9], self.edge)
 
 
 class RoundTokensCall(NamedTuple):
@@ -192,7 +195,7 @@ class PackedPartCall(NamedTuple):
         cache: before the tokens, with as many groups as the first query sees; it stays as it is. Sequences may have no
             tokens yet, and different numbers of them. Numbers of tokens are read on the device.
         groups: N of the cache after the tokens.
-        window, sinks, limit, scale, softcap: as for `packed_attention`.
+        window, sinks, limit, scale, softcap, edge: as for `packed_attention`.
         cu_seqlens: boundaries [B + 1] of the tokens of B sequences in q, k and v, which then have one row.
         longest: the most tokens of such a sequence.
 
@@ -217,6 +220,7 @@ class PackedPartCall(NamedTuple):
     softcap: float | None = None
     cu_seqlens: Tensor | None = None
     longest: int = 0
+    edge: int = 1
 
     @property
     def reach(self) -> tuple[int, int, int]:
@@ -240,7 +244,7 @@ class PromptAttentionCall(NamedTuple):
         k, v: keys and values [B, T, HK, D], dtype of q.
         keys, values: the other form of the N = (T - 1) // 32 groups before the last token, [B, N * 32, HK, D], dtype
             of q; the first four tokens as in k and v.
-        window, scale, softcap: as for `window_attention`.
+        window, scale, softcap, edge: as for `window_attention`.
         sinks: as for `window_attention`, at most 4.
 
     Returns:
@@ -260,3 +264,4 @@ class PromptAttentionCall(NamedTuple):
     sinks: int
     scale: float
     softcap: float | None = None
+    edge: int = 1

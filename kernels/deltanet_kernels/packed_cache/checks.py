@@ -119,8 +119,8 @@ def check_packed_part(call: PackedPartCall) -> None:
 
 def check_prompt_attention(call: PromptAttentionCall) -> None:
     """Raises ValueError or TypeError."""
-    q, k, v, *others, window, sinks, scale, softcap = call
-    check_window_attention(WindowCall(q, k, v, window, sinks, scale, None, softcap))
+    q, k, v, *others, window, sinks, scale, softcap, edge = call
+    check_window_attention(WindowCall(q, k, v, window, sinks, scale, None, softcap, edge))
     if sinks > SINKS:
         raise ValueError(f"sinks: got {sinks}, needs at most {SINKS}")
     B, T, HK, D = k.shape

@@ -154,8 +154,8 @@ def _weights(s, seen, top, total, factor, CAP: tl.constexpr):
 
 
 @triton.jit
-def _is_seen(i, j, window, sinks, limit):
-    return (i - j < limit) & ((i - j < window) | (j < sinks))
+def _is_seen(i, j, window, sinks, limit, EDGE: tl.constexpr):
+    return (i - j < limit) & ((i // EDGE * EDGE - j < window) | (j < sinks))
 
 
 @triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
@@ -166,7 +166,7 @@ def packed_span_kernel(
     VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
     LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
-    CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key head and span of packed groups, for the HEADS query heads of the key head.
 
@@ -210,7 +210,7 @@ def packed_span_kernel(
             seen = (j <= i) & (e < TOKENS) & (e >= tl.where(current > 0, 0, SINKS))
             k = load_tokens(keys, token_scales, e, seen, False, 16, D).to(q_MD.dtype)
             v = load_tokens(values, token_scales, e, seen, True, 16, D).to(q_MD.dtype)
-            seen = seen & _is_seen(i, j, window, sinks, limit)
+            seen = seen & _is_seen(i, j, window, sinks, limit, EDGE)
             s = tl.dot(q_MD, tl.trans(k), input_precision=PRECISION)
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
@@ -237,7 +237,7 @@ def packed_span_kernel(
             v = _restored(vc + at, vs + n * D, d, D, GROUP, BITS, False, PAIRS, q_MD.dtype)
             s = tl.dot(q_MD, k, input_precision=PRECISION)
             j = (current - 1 - (current - 1 - place) % groups) * GROUP + token
-            seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit)
+            seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit, EDGE)
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     at_q = at_q * spans + c

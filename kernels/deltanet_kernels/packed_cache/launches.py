@@ -77,12 +77,12 @@ def _fake_attention(q, *rest):
 def packed_attention_op(
     q: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor, keys: Tensor,
     values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, window: int, sinks: int,
-    limit: int, scale: float, softcap: float | None,
+    limit: int, scale: float, softcap: float | None, edge: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
     held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order)
     cache = PackedKeyValues(*held)  # type: ignore[arg-type]
-    return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap)
+    return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap, edge)
 
 
 ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "TS_ROW", "LENGTHS_ROW")
@@ -97,7 +97,7 @@ def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:
 
 def _attend(
     q: Tensor, cache: PackedKeyValues, slots: Tensor | None, pages: Tensor | None, window: int, sinks: int, limit: int,
-    scale: float, softcap: float | None,
+    scale: float, softcap: float | None, edge: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `packed_attention_op`, of contiguous q, with slots and pages as in `PackedStepCall`."""
     (B, HQ, _, D), HK, bits = q.shape, cache.keys.shape[1], cache.bits
@@ -115,7 +115,7 @@ def _attend(
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
         **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)), CAP=softcap,
         PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
-        PRECISION=product_precision("auto", q.dtype), num_warps=warps,
+        PRECISION=product_precision("auto", q.dtype), EDGE=edge, num_warps=warps,
     )  # fmt: skip
     launch(
         combine_kernel, B * HQ, parts, weights, o, lse, spans, D=D, BD=D, BN=COMBINED // D, GAPS=pages is not None,
@@ -133,7 +133,7 @@ def packed_attention_triton(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     """
     q, cache = call.q, call.cache
     _supported(q.shape[3], q.dtype, q.shape[1] // cache.keys.shape[1])
-    found: tuple[Tensor, Tensor] = packed_attention_op(q, *cache, *call.reach, call.factor, call.softcap)
+    found: tuple[Tensor, Tensor] = packed_attention_op(q, *cache, *call.reach, call.factor, call.softcap, call.edge)
     return found
 
 
@@ -149,7 +149,7 @@ def packed_step_op_(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
     keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, window: int,
     sinks: int, limit: int, scale: float, softcap: float | None, cos: Tensor | None, sin: Tensor | None,
-    slots: Tensor | None = None, pages: Tensor | None = None,
+    slots: Tensor | None, pages: Tensor | None, edge: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
     held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order)
@@ -165,7 +165,7 @@ def packed_step_op_(
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip
-    o, lse = _attend(turned.view(B, HQ, 1, D), cache, slots, pages, window, sinks, limit, scale, softcap)
+    o, lse = _attend(turned.view(B, HQ, 1, D), cache, slots, pages, window, sinks, limit, scale, softcap, edge)
     return o.view(B, 1, HQ, D), lse.view(B, 1, HQ)
 
 
@@ -181,7 +181,7 @@ def packed_step_triton_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{heads} key heads: the kernel takes up to {MAX_PROGRAMS}")
     found: tuple[Tensor, Tensor] = packed_step_op_(
         *call[:3], *call.cache, *attention.reach, attention.factor, call.softcap, call.cos, call.sin, call.slots,
-        call.packed_rows,
+        call.packed_rows, call.edge,
     )  # fmt: skip
     return found
 
@@ -320,28 +320,43 @@ def pack_prompt_triton(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, T
     return PackedKeyValues(*cache, call.key_order), keys, values  # type: ignore[call-arg]
 
 
-def _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap):
+def _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap, edge):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_prompt_attention)
 def prompt_attention_op(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, sinks: int, scale: float,
-    softcap: float | None,
+    softcap: float | None, edge: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
     window, sinks = reach_within(window, sinks, q.shape[1])
-    return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), window, sinks, EVERYTHING, scale, softcap)
+    rest = window, sinks, EVERYTHING, scale, softcap
+    return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), *rest, edge=edge)
 
 
 def _prompt_attention(
-    q, k, v, keys, values, window, sinks, limit, scale, softcap, old=None, tokens=(None, None), starts=None, longest=0
+    q,
+    k,
+    v,
+    keys,
+    values,
+    window,
+    sinks,
+    limit,
+    scale,
+    softcap,
+    old=None,
+    tokens=(None, None),
+    starts=None,
+    longest=0,
+    edge=1,
 ):
     """As `prompt_attention_op`, of contiguous keys and values; further arguments as for `_pack_prompt`."""
     (q, k, v), strides = strided(q, k, v)
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     config = window_config("forward", D, sinks, q.dtype)
-    o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap)
+    o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap, edge)
     lengths, held = (None, 0) if old is None else (old.lengths, old.groups)
     if starts is not None:
         B, T = len(old.lengths), longest
@@ -349,13 +364,13 @@ def _prompt_attention(
         prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
         q, k, v, keys, values, *tokens, lengths, starts, o, lse, T, window, limit, held, keys.shape[1], scale, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, STAGES=config.stages, CAP=softcap,
-        PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
+        PRECISION=product_precision("auto", q.dtype), EDGE=edge, num_warps=config.warps,
     )  # fmt: skip
     return o, lse
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.window, ctx.sinks, ctx.scale, ctx.softcap = inputs
+    *tensors, ctx.window, ctx.sinks, ctx.scale, ctx.softcap, ctx.edge = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -365,8 +380,9 @@ def _backward(ctx, do, dlse):
     if do is None:
         do = torch.zeros_like(o)
     reach = ctx.window, ctx.sinks, ctx.scale, ctx.softcap
-    grads = window_backward(do, dlse, q, k, v, o, lse, None, *reach, keys.contiguous(), values.contiguous(), GROUP)
-    return *grads, None, None, None, None, None, None
+    seen = keys.contiguous(), values.contiguous()
+    grads = window_backward(do, dlse, q, k, v, o, lse, None, *reach, *seen, GROUP, ctx.edge)
+    return *grads, None, None, None, None, None, None, None
 
 
 gradient("prompt_attention_op", _backward, _setup_context)
@@ -386,7 +402,7 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
 
 def _fake_part(
     q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, groups,
-    window, sinks, limit, scale, softcap, cu_seqlens, longest,
+    window, sinks, limit, scale, softcap, cu_seqlens, longest, edge,
 ):  # fmt: skip
     old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
     made = _fake_pack_prompt(k, v, old.bits, groups, None, key_order, old, cu_seqlens)
@@ -398,13 +414,14 @@ def packed_part_op(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
     keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, groups: int,
     window: int, sinks: int, limit: int, scale: float, softcap: float | None, cu_seqlens: Tensor | None, longest: int,
+    edge: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
     held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
     old = PackedKeyValues(*(x.contiguous() for x in held))  # type: ignore[call-arg]
     rows = old, tokens_of(old, q.dtype), cu_seqlens, longest
     *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, key_order, *rows)
-    return *_prompt_attention(q, k, v, seen_k, seen_v, window, sinks, limit, scale, softcap, *rows), *cache
+    return *_prompt_attention(q, k, v, seen_k, seen_v, window, sinks, limit, scale, softcap, *rows, edge), *cache
 
 
 def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues]:
@@ -415,6 +432,7 @@ def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyV
     """
     _supported(call.q.shape[3], call.q.dtype)
     o, lse, *cache = packed_part_op(
-        *call[:3], *call.cache, call.groups, *call.reach, call.factor, call.softcap, call.cu_seqlens, call.longest
-    )
+        *call[:3], *call.cache, call.groups, *call.reach, call.factor, call.softcap, call.cu_seqlens, call.longest,
+        call.edge,
+    )  # fmt: skip
     return o, lse, call.cache.with_tensors(cache)

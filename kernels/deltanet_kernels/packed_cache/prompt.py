@@ -138,7 +138,7 @@ def prompt_attention_kernel(
     q, k, v, seen_k, seen_v, old_keys, old_values, old_lengths, starts, o, lse, T, window, limit, held, places, scale,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BS: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    BS: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per BM queries and query head: `window.forward` with k, v of a query's own group and of sinks behind
     the window, and seen_k, seen_v [B, places, HK, D] of earlier groups.
@@ -205,14 +205,15 @@ def prompt_attention_kernel(
         at = (TOKENS - GROUP - begun * GROUP) * D
         for start in tl.range(position // GROUP * GROUP, before, BN, num_stages=1):
             j = start + tl.arange(0, BN)
-            seen = in_window(i[:, None], j[None, :], window) & (j < before)[None, :] & (j[None, :] >= own[:, None])
+            seen = in_window(i[:, None], j[None, :], window, EDGE) & (j < before)[None, :]
+            seen = seen & (j[None, :] >= own[:, None])
             top, total, sums = attend_tile(
                 q_MD, old_keys + at, old_values + at, j, seen, top, total, sums, D, D, before, d, factor, D, CAP,
                 PRECISION,
             )  # fmt: skip
     for start in tl.range(tl.maximum(position // GROUP * GROUP, before), end, BN, num_stages=1):
         j = start + tl.arange(0, BN)
-        seen = in_window(i[:, None], j[None, :], window) & (j[None, :] >= own[:, None])
+        seen = in_window(i[:, None], j[None, :], window, EDGE) & (j[None, :] >= own[:, None])
         top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
@@ -220,7 +221,7 @@ def prompt_attention_kernel(
         if old_lengths is not None:
             for start in range(0, tl.minimum(tl.minimum(SINKS, before), end - window), BS):
                 j = start + tl.arange(0, BS)
-                seen = in_sinks(i[:, None], j[None, :], window, SINKS) & (j < before)[None, :]
+                seen = in_sinks(i[:, None], j[None, :], window, SINKS, EDGE) & (j < before)[None, :]
                 seen = seen & (i[:, None] - j[None, :] < limit)
                 top, total, sums = attend_tile(
                     q_MD, old_keys, old_values, j, seen, top, total, sums, D, D, tl.minimum(before, SINKS), d, factor,
@@ -228,15 +229,16 @@ def prompt_attention_kernel(
                 )  # fmt: skip
         for start in range(before, tl.minimum(SINKS, end - window), BS):
             j = start + tl.arange(0, BS)
-            seen = in_sinks(i[:, None], j[None, :], window, SINKS)
+            seen = in_sinks(i[:, None], j[None, :], window, SINKS, EDGE)
             if old_lengths is not None:
                 seen = seen & (i[:, None] - j[None, :] < limit)
             top, total, sums = attend_tile(
                 q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
             )
-    for start in tl.range(tl.maximum(position - window + 1, base), (end - 1) // GROUP * GROUP, BN, num_stages=STAGES):
+    first = tl.maximum(position // EDGE * EDGE - window + 1, base)
+    for start in tl.range(first, (end - 1) // GROUP * GROUP, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
-        seen = in_window(i[:, None], j[None, :], window) & (j[None, :] < own[:, None])
+        seen = in_window(i[:, None], j[None, :], window, EDGE) & (j[None, :] < own[:, None])
         partly = is_partly_seen(start, position, position // GROUP * GROUP, window, BM, BN)
         top, total, sums = attend_tile(
             q_MD, seen_k, seen_v, j, seen, top, total, sums, HK * D, HK * D, packed, d, factor, D, CAP, PRECISION,

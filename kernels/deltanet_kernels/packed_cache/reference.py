@@ -76,18 +76,19 @@ def _unseen(call: PackedAttentionCall) -> Tensor:
     """[B, 1, 1, N * 32 + 36] bool: the places of `token_numbers` that hold no token which the query sees."""
     lengths, groups = call.cache.lengths, call.cache.groups
     known = known_lengths(lengths)
-    return _unseen_places(lengths, groups, *call.reach) if known is None else _unseen_by(known, groups, *call.reach)
+    reach = *call.reach, call.edge
+    return _unseen_places(lengths, groups, *reach) if known is None else _unseen_by(known, groups, *reach)
 
 
 @functools.lru_cache(maxsize=4)  # layers of a kind have the same at each step
-def _unseen_by(lengths: tuple[int, ...], groups: int, window: int, sinks: int, limit: int) -> Tensor:
-    return _unseen_places(torch.tensor(lengths, device="cpu"), groups, window, sinks, limit)
+def _unseen_by(lengths: tuple[int, ...], groups: int, window: int, sinks: int, limit: int, edge: int) -> Tensor:
+    return _unseen_places(torch.tensor(lengths, device="cpu"), groups, window, sinks, limit, edge)
 
 
-def _unseen_places(lengths: Tensor, groups: int, window: int, sinks: int, limit: int) -> Tensor:
-    numbers = token_numbers(lengths, groups)
-    distance = lengths[:, None] - 1 - numbers
-    return ((numbers < 0) | (distance >= limit) | ((distance >= window) & (numbers >= sinks)))[:, None, None]
+def _unseen_places(lengths: Tensor, groups: int, window: int, sinks: int, limit: int, edge: int) -> Tensor:
+    numbers, query = token_numbers(lengths, groups), lengths[:, None] - 1
+    behind = (query // edge * edge - numbers >= window) & (numbers >= sinks)
+    return ((numbers < 0) | (query - numbers >= limit) | behind)[:, None, None]
 
 
 def known_lengths(lengths: Tensor) -> tuple[int, ...] | None:
@@ -140,14 +141,14 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     group. Elsewhere, attention to the other form of all tokens comes first; then, within each group, its terms are
     exchanged for those of k and v.
     """
-    q, k, v, *others, window, sinks, scale, softcap = call
+    q, k, v, *others, window, sinks, scale, softcap, edge = call
     length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     if window < length and by_flash(q, k, v, softcap) and not torch.compiler.is_compiling():
         q, k, v, keys, values = (x.to(wide) for x in (q, k, v, *others))
-        o, lse = flash_attention(q, keys, values, window, sinks, scale, (k, v, GROUP))
+        o, lse = flash_attention(q, keys, values, window, sinks, scale, (k, v, GROUP), edge)
         return o.to(call.q.dtype), lse
     keys, values = (_rounded(x, y) for x, y in zip((k, v), others, strict=True))
-    near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap)
+    near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap, edge)
     padded = -length % GROUP
 
     def grouped(x: Tensor) -> Tensor:
@@ -157,7 +158,8 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     total = F.pad(lse, (0, 0, 0, padded)).unflatten(1, (-1, GROUP)).unflatten(3, (k.shape[2], -1)).unsqueeze(-1)
     places = torch.arange(GROUP, device=q.device)
     distance = places[:, None] - places
-    unseen = ((distance < 0) | (distance >= window))[:, None, None, :]  # or sinks, which are exact anyway
+    reach = places[:, None] // edge * edge - places
+    unseen = ((distance < 0) | (reach >= window))[:, None, None, :]  # or sinks, which are exact anyway
     own: Tensor = queries.new_zeros(())
     weight: Tensor = queries.new_zeros(())
     for sign, some_keys, some_values in ((1, k, v), (-1, keys, values)):

@@ -32,14 +32,14 @@ def strided(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
     return rows, [stride for x in rows for stride in x.stride()[:3]]
 
 
-def _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap):
+def _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap, edge):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_window_forward)
 def window_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, window: int, sinks: int,
-    scale: float, softcap: float | None,
+    scale: float, softcap: float | None, edge: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
     (q, k, v), strides = strided(q, k, v)
@@ -47,7 +47,7 @@ def window_forward(
     window, sinks = reach_within(window, sinks, T)
     config = window_config("forward", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
-    o, lse = _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap)
+    o, lse = _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap, edge)
     if chunks.varlen:
         o.zero_()
         lse.zero_()
@@ -55,7 +55,8 @@ def window_forward(
         forward_kernel, chunks.count * HQ,
         q, k, v, o, lse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, window, scale, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, BD=config.D, VARLEN=chunks.varlen,
-        STAGES=config.stages, CAP=softcap, PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
+        STAGES=config.stages, CAP=softcap, PRECISION=product_precision("auto", q.dtype), EDGE=edge,
+        num_warps=config.warps,
     )  # fmt: skip
     return o, lse
 
@@ -69,6 +70,7 @@ def window_backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, cu_seqlens: torch.Tensor | None, window: int, sinks: int, scale: float,
     softcap: float | None, keys: torch.Tensor | None = None, values: torch.Tensor | None = None, group: int = 0,
+    edge: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v.
 
@@ -94,7 +96,7 @@ def window_backward(
         q, k, v, o, do, lse, dlse, dq, delta, parts, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys,
         values, *lengths, window, scale, *strides, **sizes, BM=config.M, BN=config.N, BS=config.S,
         DLSE=dlse is not None, STAGES=config.stages, CAP=softcap, GROUP=group, PRECISION=precision,
-        num_warps=config.warps,
+        EDGE=edge, num_warps=config.warps,
     )  # fmt: skip
     if sinks:
         launch(
@@ -112,7 +114,7 @@ def window_backward(
         gradients_k_kernel, chunks.count * (HQ // heads),
         q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys, values,
         *lengths, window, scale, k.numel(), *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages,
-        CAP=softcap, GROUP=group, HEADS=heads, PRECISION=precision, num_warps=config.warps,
+        CAP=softcap, GROUP=group, HEADS=heads, PRECISION=precision, EDGE=edge, num_warps=config.warps,
     )  # fmt: skip
     if summed > 1:
         dk, dv = (x.sum(0).to(k.dtype) for x in (dk, dv))
@@ -120,7 +122,7 @@ def window_backward(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens, ctx.window, ctx.sinks, ctx.scale, ctx.softcap = inputs
+    q, k, v, cu_seqlens, *ctx.reach = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
@@ -129,8 +131,9 @@ def _backward(ctx, do, dlse):
     q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    grads = window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, ctx.window, ctx.sinks, ctx.scale, ctx.softcap)
-    return *grads, None, None, None, None, None
+    *reach, edge = ctx.reach
+    grads = window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, *reach, None, None, 0, edge)
+    return *grads, None, None, None, None, None, None
 
 
 gradient("window_forward", _backward, _setup_context)
@@ -145,5 +148,6 @@ def window_attention_triton(call: WindowCall) -> tuple[torch.Tensor, torch.Tenso
     """
     D = call.q.shape[3]
     check_supported(call.q.dtype, D, D)
-    o, lse = _attention(call.q, call.k, call.v, call.cu_seqlens, call.window, call.sinks, call.factor, call.softcap)
+    reach = call.window, call.sinks, call.factor, call.softcap, call.edge
+    o, lse = _attention(call.q, call.k, call.v, call.cu_seqlens, *reach)
     return o, lse

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+EDGES = (1, 32)  # tokens on whose multiples windows begin
+
 
 class WindowCall(NamedTuple):
     """Causal softmax attention to the last `window` tokens and the first `sinks` of the sequence, differentiable.
@@ -20,6 +22,8 @@ class WindowCall(NamedTuple):
         cu_seqlens: offsets [N+1] of packed sequences as for `chunk_gated_delta_rule`; tokens after the last offset
             get o = 0 and lse = 0, no gradient.
         softcap: a score s becomes softcap tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118); > 0, None for no cap.
+        edge: with 32, the window begins where it begins for the first token of the query's group of 32 tokens, so that
+            all queries of a group see the same earlier groups; 1 for a window of one length.
 
     Returns:
         o [B, T, HQ, D] in the dtype of q, and the logarithm of each query's sum of exponentials of its scores,
@@ -38,6 +42,7 @@ class WindowCall(NamedTuple):
     scale: float | None = None
     cu_seqlens: torch.Tensor | None = None
     softcap: float | None = None
+    edge: int = 1
 
     @property
     def factor(self) -> float:

@@ -18,20 +18,22 @@ from deltanet_kernels.checks import (
     require_tensor,
     shape_text,
 )
-from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
+from deltanet_kernels.window.calls import EDGES, WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
 
 
 def check_window_attention(call: WindowCall) -> None:
     """Check the arguments of an attention.
 
     Raises:
-        ValueError: a shape, head count, device, offset, window, number of sinks or softcap that does not fit.
+        ValueError: a shape, head count, device, offset, window, number of sinks, softcap or edge that does not fit.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, _, cu_seqlens, softcap = call
+    q, k, v, window, sinks, _, cu_seqlens, softcap, edge = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
     _check_softcap(softcap)
+    if edge not in EDGES:
+        raise ValueError(f"edge: got {edge}, expected one of {EDGES}")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device)
 

@@ -28,7 +28,7 @@ def block_size(window: int, tokens: int, flash: bool) -> int:
 
 def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` in PyTorch, float32 inside (float64 for float64 inputs)."""
-    q, k, v, window, sinks, _, cu_seqlens, softcap = call
+    q, k, v, window, sinks, _, cu_seqlens, softcap, edge = call
     dtype = torch.promote_types(q.dtype, torch.float32)
     start = tail = None
     if cu_seqlens is not None:  # the tokens after the last sequence form one more, whose results are dropped
@@ -36,7 +36,7 @@ def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor
         start, tail = _starts(token, cu_seqlens), token >= cu_seqlens[-1]
         q, k, v = (x.masked_fill(tail[:, None, None], 0.0) for x in (q, k, v))  # 0 * NaN is NaN
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    o, lse = blocked_attention(q, k, v, window, sinks, call.factor, softcap, start)
+    o, lse = blocked_attention(q, k, v, window, sinks, call.factor, softcap, start, edge)
     if tail is not None:
         o, lse = o.masked_fill(tail[:, None, None], 0.0), lse.masked_fill(tail[:, None], 0.0)
     return o.to(call.q.dtype), lse
@@ -51,21 +51,23 @@ def blocked_attention(
     scale: float,
     softcap: float | None,
     start: torch.Tensor | None,
+    edge: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `torch_window_attention`, of tensors in one dtype.
 
     Args:
         start: the first token of each token's packed sequence [T]; None for one sequence a row.
+        edge: as in `WindowCall`.
     """
     B, T, HQ, D = q.shape
     flash = by_flash(q, k, v, softcap)
     if flash and window >= T and start is None:
         return attention(q, k.transpose(1, 2), v.transpose(1, 2), None, scale, softcap)
     if flash and start is None and not torch.compiler.is_compiling():
-        return flash_attention(q, k, v, window, sinks, scale)
+        return flash_attention(q, k, v, window, sinks, scale, edge=edge)
     C = block_size(window, T, flash)
     n = cdiv(T, C)
-    reach = min(window, T) - 1 if n > 1 else 0  # nothing is before a single block
+    reach = min(window + edge - 1, T) - 1 if n > 1 else 0  # nothing is before a single block
     token = torch.arange(n * C, device=q.device)
     before = token[::C, None]  # the first token of each block [n, 1]
     start = torch.zeros_like(token) if start is None else F.pad(start, (0, n * C - T))
@@ -78,7 +80,7 @@ def blocked_attention(
     at = torch.cat([sink, before + torch.arange(-reach, C, device=q.device)], dim=1)[:, None]
     query = token.view(n, C, 1)
     once = (torch.arange(at.shape[-1], device=q.device) >= first.numel()) | (at < before[:, None] - reach)
-    seen = _seen(at, query, start[query], window, sinks) & once
+    seen = _seen(at, query, start[query], window, sinks, edge) & once
     keys, values = (torch.cat(part, dim=3).flatten(0, 1) for part in parts)
     o, lse = attention(
         q.flatten(0, 1), keys, values, seen.expand(B, -1, -1, -1).flatten(0, 1).unsqueeze(1), scale, softcap
@@ -94,6 +96,7 @@ def flash_attention(
     sinks: int,
     scale: float,
     own: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    edge: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`blocked_attention` of one sequence a row, where flash attention serves; its loop should not be traced.
 
@@ -103,6 +106,7 @@ def flash_attention(
     Args:
         own: keys and values that take the place of k and v within a query's own group of so many tokens, which divide
             FLASH_BLOCK; k and v may end before the last group.
+        edge: as in `WindowCall`.
     """
     T, (*own_form, group) = q.shape[1], own or (k, v, FLASH_BLOCK)
     held = [x.new_empty(len(x), T + FLASH_BLOCK, *x.shape[2:]) for x in (k, v)]
@@ -115,21 +119,22 @@ def flash_attention(
             x[:, far : far + size] = y[:, begin : begin + size]
             x[:, low - first : low] = other[:, :first]
         keys, values = (x[:, low - first : far + size].transpose(1, 2) for x in held)
-        mask = mask_of(first, begin - low, size, window, sinks - first, group, q.dtype)
+        mask = mask_of(first, begin - low, size, window, sinks - first, group, edge, q.dtype)
         blocks.append(_flash(q[:, begin : begin + size], keys, values, mask, scale))
     o, lse = (torch.cat(x, dim=1) for x in zip(*blocks, strict=True))
     return o, lse
 
 
 def _block_mask(
-    first: int, reach: int, size: int, window: int, sinks: int, group: int, dtype: torch.dtype
+    first: int, reach: int, size: int, window: int, sinks: int, group: int, edge: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """0 where a query of `flash_attention` sees a key, else -inf: `first` sinks, and tokens from `reach` before the
     block on, of which the first may be further `sinks`."""
     query = torch.arange(size, device="cpu")[:, None]
     far = torch.arange(-reach, (size - 1) // group * group, device="cpu")
     at, is_own = torch.cat([far, query[:, 0]]), torch.arange(len(far) + size, device="cpu") >= len(far)
-    seen = ((at >= query // group * group) == is_own) & (at <= query) & ((query - at < window) | (at < sinks - reach))
+    in_reach = (query // edge * edge - at < window) | (at < sinks - reach)
+    seen = ((at >= query // group * group) == is_own) & (at <= query) & in_reach
     return torch.zeros((), dtype=dtype, device="cpu").where(F.pad(seen, (first, 0), value=True), -torch.inf)
 
 
@@ -182,9 +187,12 @@ def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float |
     return q.device.type == "cpu" and softcap is None and not gradients and q.numel() > 0
 
 
-def _seen(at: torch.Tensor, query: torch.Tensor, start: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
+def _seen(
+    at: torch.Tensor, query: torch.Tensor, start: torch.Tensor, window: int, sinks: int, edge: int
+) -> torch.Tensor:
     """Whether the token `query` of a sequence that begins at `start` sees the one at `at`."""
-    return (at >= start) & (at <= query) & ((query - at < window) | (at - start < sinks))
+    first = start + (query - start) // edge * edge
+    return (at >= start) & (at <= query) & ((first - at < window) | (at - start < sinks))
 
 
 def _starts(token: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

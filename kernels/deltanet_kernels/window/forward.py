@@ -50,7 +50,7 @@ def forward_kernel(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of BM queries and query head."""
     h = tl.program_id(0) % HQ
@@ -70,13 +70,13 @@ def forward_kernel(
     sums = tl.zeros([BM, BD], dtype=tl.float32)
     for start in range(0, tl.minimum(SINKS, position + valid - window), BS):
         j = start + tl.arange(0, BS)
-        seen = in_sinks(i[:, None], j[None, :], window, SINKS)
+        seen = in_sinks(i[:, None], j[None, :], window, SINKS, EDGE)
         top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
-    for start in tl.range(tl.maximum(position - window + 1, 0), position + valid, BN, num_stages=STAGES):
+    for start in tl.range(tl.maximum(position // EDGE * EDGE - window + 1, 0), position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
-        seen = in_window(i[:, None], j[None, :], window)
+        seen = in_window(i[:, None], j[None, :], window, EDGE)
         partly = is_partly_seen(start, position, position + 1, window, BM, BN)
         top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION, partly

@@ -50,7 +50,7 @@ def _add(
     dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, begin, inner, outer, end, length, window, d, factor,
     q_token, q_head, do_token, do_head,
     HQ: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    CAP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """dk / scale and dv with the queries from `begin` to `end` of HEADS heads, of which those from `inner` to `outer`
     see all of the keys.
@@ -75,7 +75,7 @@ def _add(
             s = s - top[None, :]
             dp = tl.dot(v_ND, tl.trans(do_MD), input_precision=PRECISION)
             if (start < inner) | (start + BM > outer):
-                seen = in_window(i[None, :], j[:, None], window)
+                seen = in_window(i[None, :], j[:, None], window, EDGE)
                 if OWN is not None:
                     seen = seen & (((i // GROUP)[None, :] == (j // GROUP)[:, None]) == OWN)
                 s = tl.where(seen, s, HIDDEN)
@@ -95,7 +95,7 @@ def gradients_k_kernel(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of BN keys, key head and HEADS of its query heads; it reads BM queries at a time.
 
@@ -119,7 +119,7 @@ def gradients_k_kernel(
     dk_ND = tl.zeros([BN, BD], dtype=tl.float32)
     dv_ND = tl.zeros([BN, BD], dtype=tl.float32)
     inner, outer = position + BN, position + window
-    end = tl.minimum(outer + valid - 1, length)
+    end = tl.minimum((outer + valid - 2 + EDGE) // EDGE * EDGE, length)
     OWN: tl.constexpr = None if seen_k is None else True
     if seen_k is not None:
         far = (row * packed * HK + h) * D
@@ -127,7 +127,7 @@ def gradients_k_kernel(
         v_ND = load_rows(seen_v + far, j, HK * D, packed, d, D)
         dk_ND, dv_ND = _add(
             dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, inner, outer, end, length, window, d, factor,
-            q_token, q_head, do_token, do_head, HQ, GROUP, False, D, BM, STAGES, CAP, HEADS, PRECISION,
+            q_token, q_head, do_token, do_head, HQ, GROUP, False, D, BM, STAGES, CAP, HEADS, PRECISION, EDGE,
         )  # fmt: skip
         end = tl.minimum((position + valid + GROUP - 1) // GROUP * GROUP, end)
         outer = inner
@@ -135,7 +135,7 @@ def gradients_k_kernel(
     v_ND = load_rows(v + row * v_row + begin * v_token + h.to(tl.int64) * v_head, j, v_token, length, d, D)
     dk_ND, dv_ND = _add(
         dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, inner, outer, end, length, window, d, factor,
-        q_token, q_head, do_token, do_head, HQ, GROUP, OWN, D, BM, STAGES, CAP, HEADS, PRECISION,
+        q_token, q_head, do_token, do_head, HQ, GROUP, OWN, D, BM, STAGES, CAP, HEADS, PRECISION, EDGE,
     )  # fmt: skip
     dk_ND *= scale
     if (position < SINKS) & (x == 0):

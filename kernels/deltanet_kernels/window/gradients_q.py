@@ -55,7 +55,7 @@ def gradients_q_kernel(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, DLSE: tl.constexpr,
-    CAP: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of BM queries and query head; parts is [chunks, 2, HQ, SINKS, D], dk before dv."""
     h = tl.program_id(0) % HQ
@@ -85,7 +85,7 @@ def gradients_q_kernel(
         j = start + tl.arange(0, BS)
         k_SD = load_rows(k, j, k_token, length, d, D)
         v_SD = load_rows(v, j, v_token, length, d, D)
-        seen = in_sinks(i[:, None], j[None, :], window, SINKS)
+        seen = in_sinks(i[:, None], j[None, :], window, SINKS, EDGE)
         dq_MD = _add(dq_MD, q_MD, do_MD, k_SD, v_SD, seen, top, delta_M, factor, CAP, PRECISION)
         # Computed again as columns, because Triton miscompiled products with a transposed accumulator on Hopper.
         s = tl.dot(k_SD, tl.trans(q_MD), input_precision=PRECISION) * factor
@@ -94,7 +94,7 @@ def gradients_q_kernel(
             s = u * (CAP * LOG2E)
         s = s - top[None, :]
         dp = tl.dot(v_SD, tl.trans(do_MD), input_precision=PRECISION)
-        seen = in_sinks(i[None, :], j[:, None], window, SINKS) & m_i[None, :]
+        seen = in_sinks(i[None, :], j[:, None], window, SINKS, EDGE) & m_i[None, :]
         p = tl.exp2(tl.where(seen, s, HIDDEN))
         ds = p * (dp - delta_M[None, :])
         if CAP is not None:
@@ -105,7 +105,7 @@ def gradients_q_kernel(
         store_rows(part, j, D, SINKS, d, D, dk * scale)
         store_rows(part + HQ * SINKS * D, j, D, SINKS, d, D, dv)
     # Rows of zeros stand for the queries behind the last; what is added to them is not stored.
-    first = tl.maximum(position - window + 1, 0)
+    first = tl.maximum(position // EDGE * EDGE - window + 1, 0)
     if seen_k is not None:
         own = position // GROUP * GROUP
         at = (row * packed * HK + h // (HQ // HK)) * D
@@ -113,7 +113,7 @@ def gradients_q_kernel(
             j = start + tl.arange(0, BN)
             k_ND = load_rows(seen_k + at, j, HK * D, packed, d, D)
             v_ND = load_rows(seen_v + at, j, HK * D, packed, d, D)
-            seen = in_window(i[:, None], j[None, :], window) & ((i // GROUP)[:, None] != j // GROUP)
+            seen = in_window(i[:, None], j[None, :], window, EDGE) & ((i // GROUP)[:, None] != j // GROUP)
             partly = is_partly_seen(start, position, own, window, BM, BN)
             dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION, partly)
         first = own
@@ -121,7 +121,7 @@ def gradients_q_kernel(
         j = start + tl.arange(0, BN)
         k_ND = load_rows(k, j, k_token, length, d, D)
         v_ND = load_rows(v, j, v_token, length, d, D)
-        seen = in_window(i[:, None], j[None, :], window)
+        seen = in_window(i[:, None], j[None, :], window, EDGE)
         partly = is_partly_seen(start, position, position + 1, window, BM, BN)
         if seen_k is not None:
             seen, partly = seen & ((i // GROUP)[:, None] == j // GROUP), True

@@ -12,6 +12,7 @@ def naive_window_attention(
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     softcap: float | None = None,
+    edge: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` by its definition, differentiable; lse in the dtype of q."""
     (_, T, HQ, D), HK = q.shape, k.shape[2]
@@ -22,7 +23,8 @@ def naive_window_attention(
         start[first:stop], real[first:stop] = first, True
     j, position = i[None, :], i - start
     seen = (j <= i[:, None]) & (start[None, :] == start[:, None]) & real & real[:, None]
-    seen &= (i[:, None] - j < window) | (position[None, :] < sinks)
+    first = (start + position // edge * edge)[:, None]
+    seen &= (first - j < window) | (position[None, :] < sinks)
     k, v = (x.repeat_interleave(HQ // HK, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (D**-0.5 if scale is None else scale)
     if softcap is not None:

@@ -43,9 +43,9 @@ def store_rows(x, at, token, length, d, D: tl.constexpr, value):
 
 
 @triton.jit
-def in_window(i, j, window):
+def in_window(i, j, window, EDGE: tl.constexpr):
     """Whether queries i see keys j through the window."""
-    return (j <= i) & (i - j < window)
+    return (j <= i) & (i // EDGE * EDGE - j < window)
 
 
 @triton.jit
@@ -56,6 +56,6 @@ def is_partly_seen(start, position, last, window, BM: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def in_sinks(i, j, window, SINKS: tl.constexpr):
+def in_sinks(i, j, window, SINKS: tl.constexpr, EDGE: tl.constexpr):
     """Whether queries i see keys j as sinks and not through the window."""
-    return (j < SINKS) & (i - j >= window)
+    return (j < SINKS) & (i // EDGE * EDGE - j >= window)

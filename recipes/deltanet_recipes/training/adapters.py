@@ -2,7 +2,8 @@
 
 Weights that the teacher does not have are always trained in full: those of mixers, and the q/k norms that the
 conversion inserted into softmax layers. Distillation stages train everything else by LoRA, in full, or not at all
-(`train`). The mixers of an imported model are pretrained, so LoRA adapts them as it does the rest.
+(`train`), the teacher's projections in mixers too: trained in full, these leave a start that is nearly exact and do not
+come back (docs/training.md). The mixers of an imported model are pretrained, so LoRA adapts them as it does the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import Align, Stage
 from deltanet_recipes.training.kept_attention import query_key_parts
 from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
+from deltanet_recipes.training.optim import TAUGHT
 
 MOST_MERGED = 2**22  # weights of a matrix up to which `MergedAdapters` are faster on a GPU
 
@@ -43,31 +45,31 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
     """
     student.requires_grad_(False)
     converted = mixers(student).values()
+    parts = [part for mixer in converted for part in mixer.new_parts()]
+    in_full = stage.optimizer.projection_lr is not None
     if isinstance(stage, Align):
-        for mixer in converted:
-            for part in mixer.float().new_parts():
-                part.requires_grad_(True)
+        _train(parts, in_full)
         return
-    in_full = inserted_norms(student)
+    new = inserted_norms(student)
     if not (stage.train == "lora" and is_imported(student)):
-        in_full += [part for mixer in converted for part in mixer.new_parts()]
+        new += parts
     # What is of queries or keys alone; `shared_rows_held` does the rest of `kept_qk: frozen`.
     kept = query_key_parts(student) if stage.kept_qk == "frozen" else ()
     held = {name: part for name, part, rows in kept if rows is None}
-    for part in in_full:
-        part.float().requires_grad_(True)
+    _train(new, in_full)
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
-    elif stage.train == "lora" and (targets := [n for n in lora_targets(student, stage.lora_targets) if n not in held]):
+    elif stage.train == "lora" and (
+        targets := [name for name in lora_targets(student, stage.lora_targets, in_full) if name not in held]
+    ):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=stage.lora_rank, lora_alpha=stage.lora_rank, lora_dropout=0.0, target_modules=targets)
             with warnings.catch_warnings():  # PEFT asks transformers for a property that will have another name
                 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
                 get_peft_model(student, config)  # puts the adapters into `student` itself
-        for part in in_full:
-            part.requires_grad_(True)
+        _train(new, in_full)
         for name, parameter in student.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
@@ -75,12 +77,22 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
         part.requires_grad_(False)
 
 
-def lora_targets(student: nn.Module, on: Literal["all", "attention"]) -> list[str]:
+def _train(parts: list[nn.Module], in_full: bool) -> None:
+    """Train these modules, `in_full` or without what a mixer has from the teacher (`optim.TAUGHT`)."""
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if in_full or name.partition(".")[0] not in TAUGHT or not isinstance(part, LayerKind):
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(True)
+
+
+def lora_targets(student: nn.Module, on: Literal["all", "attention"], in_full: bool = False) -> list[str]:
     """Names of the linear layers that get adapters.
 
     These are the linear layers of attention with the teacher's weights (softmax and windows, also where they are heads
-    of a layer) and, `on` all, of MLPs; experts and routers are no linear layers. In an imported model they include
-    those of mixers, except for the ones in the mixer's `without_lora`.
+    of a layer, and the projections of mixers unless they are trained `in_full`) and, `on` all, of MLPs; experts and
+    routers are no linear layers. In an imported model they include all of mixers, except for the ones in the mixer's
+    `without_lora`.
     """
     imported, names = is_imported(student), []
     for index, layer in enumerate(decoder_layers(student)):
@@ -90,7 +102,11 @@ def lora_targets(student: nn.Module, on: Literal["all", "attention"]) -> list[st
                 continue
             kind = isinstance(room, LayerKind)
             without = room.without_lora if kind else ()
-            new = {module for own in room.new_parts() for module in own.modules()} if kind and not imported else set()
+            new = set()
+            if kind and not imported:
+                for own in room.new_parts():
+                    taught = () if in_full else (getattr(own, part, None) for part in TAUGHT)
+                    new |= set(own.modules()).difference(taught)
             names += [
                 f"model.layers.{index}.{part}.{name}"
                 for name, module in room.named_modules()

@@ -18,15 +18,17 @@ from deltanet_recipes.schema_sections import Optimizer
 SMALL = 16  # inputs or outputs of a linear layer up to which its weight counts as vectors
 BETAS = (0.9, 0.95)  # moment decays of AdamW
 MOMENTUM = 0.95  # of Muon
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of a mixer; they begin as the teacher's
+TAUGHT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
+"""What a mixer has from the teacher, by first names in it."""
 
 
 def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, Any]]:
     """Group the trainable parameters of a module by learning rate.
 
     The groups are `mixer` (new weights of mixers, at `mixer_lr`) and `rest` (all others, LoRA adapters included, at
-    `rest_lr`). Of the mixers, `projection` (what the teacher has too, at `projection_lr`) and `share` (the share of
-    the window beside a state, at `share_lr`) are groups of their own if they have a rate. Each has a second group,
+    `rest_lr`). Of the mixers, `projection` (what the teacher has too, where it has a rate, `projection_lr`; else it is
+    part of the rest) and `share` (the share of the window beside a state, if it has a rate, `share_lr`) are groups of
+    their own. Each has a second group,
     NAME.vectors, for everything but matrices: vectors, convolutions, and linear layers with at most 16 inputs or
     outputs, such as a projection to one value per head. Weight decay and Muon apply to matrices only, and not to the
     share.
@@ -69,20 +71,21 @@ def _mixer_group(name: str, settings: Optimizer) -> str:
     first = name.partition(".")[0]
     if first == "window_branch" and settings.share_lr is not None:
         return "share"
-    return "projection" if first in PROJECTIONS and settings.projection_lr is not None else "mixer"
+    if first in TAUGHT:
+        return "rest" if settings.projection_lr is None else "projection"
+    return "mixer"
 
 
 def unset_rates(stages: Sequence[Stage], student: nn.Module) -> str | None:
     """A line about the stages that set no rates of their own for a student with windows; None where all is set."""
     if not any(isinstance(module, WindowBranch) for module in student.modules()):
         return None
-    rates = ("projection_lr", "share_lr")
-    names = [stage_name(stage) for stage in stages if any(getattr(stage.optimizer, rate) is None for rate in rates)]
+    names = [stage_name(stage) for stage in stages if stage.optimizer.share_lr is None]
     if not names:
         return None
     return (
-        f"{', '.join(names)}: the student has windows and begins near its teacher; without optimizer.projection_lr (a "
-        "tenth to a third of mixer_lr) and share_lr (mixer_lr or more), training can make it worse (docs/training.md)"
+        f"{', '.join(names)}: the student has windows and begins near its teacher; without optimizer.share_lr (mixer_lr "
+        "or more), training can make it worse (docs/training.md)"
     )
 
 

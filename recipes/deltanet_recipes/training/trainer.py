@@ -188,12 +188,13 @@ class Trainer:
     def _check_held_out(self) -> None:
         if not self._worse:
             return
-        rates = self.stage.optimizer
-        slower = "optimizer.mixer_lr" if rates.projection_lr is None else "optimizer.projection_lr and mixer_lr"
-        missing = ", or set optimizer.projection_lr to a tenth of it" if rates.projection_lr is None else ""
+        in_full = self.stage.optimizer.projection_lr is not None
+        slower = "optimizer.mixer_lr and " + (
+            "projection_lr, or train by adapters (without it)" if in_full else "rest_lr"
+        )
         raise QualityError(
             f"{self.label}: training makes the student worse: the held-out loss was {self.held_out_start:.4g} at the "
-            f"start of the stage and is {self.held_out_last:.4g} after step {self.step}; lower {slower}{missing}, with "
+            f"start of the stage and is {self.held_out_last:.4g} after step {self.step}; lower {slower}, with "
             f"another output; the same command with log.stop_when_worse=false goes on anyway"
         )
 

@@ -164,6 +164,11 @@ class HybridMeasure:
         return max(1, self._budget() // windows.shape[1])
 
 
+def spread_windows(tokens: np.ndarray, size: int, count: int) -> Tensor:
+    """At most `count` windows [count, size] int64 without overlap, spread evenly over a text."""
+    return _windows(tokens, size, count, spread=True)
+
+
 def _windows(tokens: np.ndarray, size: int, count: int, spread: bool) -> Tensor:
     """At most `count` windows [count, size] int64 without overlap: the first of a text, or spread evenly over it."""
     available = len(tokens) // size

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from deltanet_hf.mixers.cache.protocol import CacheLayer, State
+
 
 class Places:
     """The places of all layers with the same window.
@@ -55,7 +57,7 @@ class Places:
         self.mask.index_fill_(3, self.now, self._seen)
 
 
-class FixedKeyValues(CacheLayerMixin):
+class FixedKeyValues(CacheLayer, CacheLayerMixin):
     """Stands in a cache for a growing or sliding key/value layer: `keys` [B, H, S, D] and `values` at fixed addresses.
 
     It gets its memory with the first tokens, so that a cache that moves in needs that of one layer twice, not of all.
@@ -74,7 +76,7 @@ class FixedKeyValues(CacheLayerMixin):
         self._layer: Any = None
 
     def load(self, layer: Any, seen: int) -> None:
-        """Take over the tokens of `layer`, which has seen `seen` and is empty until `unload`."""
+        """Take over the tokens of `layer`, which has seen `seen` and is empty until `release`."""
         self._layer, self._seen = layer, seen
         held = min(layer.keys.shape[2], self.places.size)
         places = self.places.of(seen - held, seen)
@@ -90,26 +92,33 @@ class FixedKeyValues(CacheLayerMixin):
     def _room_for(self, x: Tensor) -> Tensor:
         return torch.empty(*x.shape[:2], self.places.size, x.shape[-1], dtype=x.dtype, device=x.device)
 
-    def at(self, number: int) -> tuple[Tensor, Tensor]:
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.keys is None else len(self.keys)
+
+    def tensors(self, window: int | None = None) -> State:
+        return {} if self.keys is None or self.values is None else {"keys": self.keys, "values": self.values}
+
+    def changed(self, number: int) -> tuple[Tensor, Tensor]:
         """Key and value [B, H, D] in the place of the token with this number, not copied."""
         place = number % self.places.size
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, :, place], self.values[:, :, place]
 
-    def unload(self, seen: int) -> Any:
-        """Give the tokens back; returns the layer of `load`. It may share memory with this one."""
+    def release(self, tokens: int, copied: bool) -> Any:
+        """Give the tokens back; returns the layer of `load`, which may share memory with this one even if `copied`."""
         layer, window = self._layer, self.places.window
-        held = seen if window is None else min(seen, window - 1)  # as transformers' sliding layers
+        held = tokens if window is None else min(tokens, window - 1)  # as transformers' sliding layers
         assert self.keys is not None
         assert self.values is not None
-        if seen <= self.places.size:
-            layer.keys, layer.values = (x[:, :, seen - held : seen] for x in (self.keys, self.values))
+        if tokens <= self.places.size:
+            layer.keys, layer.values = (x[:, :, tokens - held : tokens] for x in (self.keys, self.values))
         else:
-            places = self.places.of(seen - held, seen)
+            places = self.places.of(tokens - held, tokens)
             layer.keys, layer.values = (x.index_select(2, places) for x in (self.keys, self.values))
         if window is not None:
-            layer.cumulative_length = seen
+            layer.cumulative_length = tokens
         self._layer = None
         return layer
 

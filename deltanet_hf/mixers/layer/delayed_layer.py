@@ -1,0 +1,144 @@
+"""A mixer whose state holds what has left its window: the call of the layer, and what it keeps between calls.
+
+`delayed_state.py` says what a query reads, and `delayed_window.py` what leaves the window. Beside the window's cache a
+layer keeps
+
+    state, ...     the rule's state; with `state_dtype` int8 its codes, rounded once a group, and state_scale of each row
+    gate_0, ...    the gates of the tokens in the window, bfloat16: token n in the place n % 32 (N + 1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deltanet_hf.mixers.cache.state import State, TensorShape
+from deltanet_hf.mixers.layer.delayed_state import (
+    by_number,
+    read_leaving,
+    read_only,
+    read_packed,
+    read_rows,
+    waiting,
+)
+from deltanet_hf.mixers.layer.delayed_window import Leaving, leaving
+from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.mix_call import MixCall
+from deltanet_hf.mixers.layer.token_order import padding_last, reordered
+from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
+
+if TYPE_CHECKING:
+    from deltanet_hf.mixers.layer.mixer import Mixer
+
+SCALE = "state_scale"
+
+
+def delayed(
+    mixer: Mixer,
+    x: Tensor,
+    projected: tuple[Tensor, ...],
+    position_embeddings: PositionEmbeddings | None,
+    call: LayerCall,
+) -> tuple[Tensor, State]:
+    """The output before `o_proj` [B, T, HO, D], and the new state (empty unless it is kept).
+
+    Args:
+        x: the layer's input [B, T, hidden], zeros at padding; projected: what `Mixer.project` returned.
+    """
+    if call.padding is not None and call.state is None and not call.keep_state:
+        # Behind the tokens of its row, padding changes nothing.
+        order, place = padding_last(call.padding.expand(x.shape[:2]))
+        rows = (part if part is None else part.expand(len(x), -1, -1) for part in position_embeddings or (None, None))
+        turned = tuple(None if part is None else reordered(part, order) for part in rows)
+        moved = (reordered(x, order), tuple(reordered(part, order) for part in projected))
+        output, _ = delayed(mixer, *moved, None if position_embeddings is None else turned, replace(call, padding=None))  # type: ignore[arg-type]
+        return reordered(output, place), {}
+    branch = mixer.window_branch
+    assert branch is not None
+    tokens, gates = branch.tokens(x, call), mixer.gates(x, call.padding)
+    q, k, v = mixer.window_inputs(projected, position_embeddings)  # type: ignore[arg-type]
+    left = leaving(branch, q, k, v, call, tokens)
+    numbers = tokens.numbers.long().expand(len(x), -1) - 1
+    reads, state = _recalled(mixer, q, left, gates, call, numbers)
+    if call.keep_state:
+        state |= _waiting(call.state, gates, numbers, branch.places)
+    far = mixer.gated_norm(reads, mixer.output_gate(x))
+    return branch.mixture(x, left.near, left.lse, far, tokens.numbers), {**state, **left.state}
+
+
+def _recalled(
+    mixer: Mixer, q: Tensor, left: Leaving, gates: tuple[Tensor, ...], call: LayerCall, numbers: Tensor
+) -> tuple[Tensor, State]:
+    """The reads [B, T, HO, D] of the state, and that state after the call (empty unless it is kept).
+
+    Args:
+        q, gates: of the tokens of the call [B, T, ...]; numbers: theirs [B, T], from 0; -1 at padding.
+    """
+    branch, before = mixer.window_branch, call.state
+    assert branch is not None
+    size = branch.groups, branch.sinks
+    if left.keys is None or left.values is None:
+        assert before is not None
+        memory, still = _memory(mixer, before), q.new_zeros(len(q), 1, mixer.num_states, mixer.head_dim)
+        reads = read_only(mixer.mix, mixer.activated(q, still, still)[0], still, gates, memory)
+        return reads, {name: before[name] for name in (*memory, SCALE) if name in before}
+    q, k, v = mixer.activated(q, *(x.repeat_interleave(mixer.kv_repeats, 2) for x in (left.keys, left.values)))
+    inputs = MixCall(q, k, v, gates, None, None, call.keep_state, call.cu_seqlens)
+    if call.cu_seqlens is not None:
+        return read_packed(mixer.mix, inputs.in_one_row(), *size).view(*q.shape[:2], mixer.num_heads, -1), {}
+    if left.base is None:
+        reads, memory = read_rows(mixer.mix, inputs, *size)
+    else:
+        inputs = inputs._replace(
+            gates=tuple(
+                by_number(_held(before, i), gates[i], numbers, left.base, k.shape[1]) for i in range(len(gates))
+            ),
+            state=None if before is None else _memory(mixer, before),
+        )
+        reads, memory = read_leaving(mixer.mix, inputs, numbers, left.base, *size)
+    return reads, _stored(mixer, memory)
+
+
+def _held(before: State | None, index: int) -> Tensor | None:
+    """The gates that wait before the call."""
+    return None if before is None else before[f"gate_{index}"]
+
+
+def _waiting(before: State | None, gates: tuple[Tensor, ...], numbers: Tensor, places: int) -> State:
+    """The gates that wait after the call."""
+    return {f"gate_{i}": waiting(_held(before, i), gate, numbers, places) for i, gate in enumerate(gates)}
+
+
+def _memory(mixer: Mixer, state: State) -> State:
+    """The state of the rule, as `Mixer.mix` takes it."""
+    memory = {name: state[name] for name in mixer.recurrent_shapes()}
+    if SCALE in state:
+        memory["state"] = state["state"] * state[SCALE].unsqueeze(-1)
+    return memory
+
+
+def _stored(mixer: Mixer, memory: State) -> State:
+    """The inverse of `_memory`."""
+    if not memory or mixer.settings.state_dtype != "int8":
+        return memory
+    codes, scale = rounded_to_8_bits(memory["state"])
+    return {**memory, "state": codes, SCALE: scale}
+
+
+@torch.no_grad()
+def waiting_shapes(mixer: Mixer) -> dict[str, TensorShape]:
+    """What a layer keeps beside its window and the rule's state."""
+    branch, weight = mixer.window_branch, mixer.q_proj.weight
+    assert branch is not None
+    gates = mixer.gates(weight.new_zeros(1, 1, weight.shape[1]), None)
+    shapes = {
+        f"gate_{i}": TensorShape((branch.places, *gate.shape[2:]), torch.bfloat16) for i, gate in enumerate(gates)
+    }
+    if mixer.settings.state_dtype == "int8":
+        heads, rows, _ = mixer.recurrent_shapes()["state"].shape
+        shapes[SCALE] = TensorShape((heads, rows), torch.float32)
+    return shapes

@@ -1,0 +1,178 @@
+"""The state of what has left the window: the tokens that queries no longer see, and no others.
+
+Tokens of a sequence are numbered from 0 and lie in groups of 32, as a packed cache holds them. A query of group c sees
+its own group up to itself, the N groups before, and the sinks. It reads a state that holds the tokens of all groups
+before these, without the sinks:
+
+    o_t = D^-0.5 q_t^T S_{t // 32 - N}        S_i = 0 for i <= 0;  S_{i+1} is S_i after the writes of group i
+
+So a token is seen exactly or remembered, never both. The state changes once in 32 tokens; between two changes a
+decoding step only reads it. Keys and values are the window's own, rotated, and rounded as its cache keeps them. The
+gates of a token wait beside them until its group leaves.
+
+Shapes: B batch, T tokens of a call, L tokens that the state may get, N groups before a query's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deltanet_hf.mixers.cache.state import State
+from deltanet_hf.mixers.layer.mix_call import MixCall
+from deltanet_hf.mixers.layer.token_order import reordered
+from deltanet_kernels.packed_cache.layout import GROUP
+
+Mix = Callable[[MixCall], tuple[Tensor, State]]
+
+
+def read_packed(mix: Mix, call: MixCall, groups: int, sinks: int) -> Tensor:
+    """The reads [1, T, HO, D] of sequences packed into one row; the arguments are those of `read_rows`."""
+    cu_seqlens, length = call.cu_seqlens, call.q.shape[1]
+    assert cu_seqlens is not None
+    lengths = cu_seqlens.diff().long()
+    # A sequence has a part of 64 places for each group that leaves before its end: queries, then writes, as in
+    # `read_groups`. Places behind the last part are those of tokens that have none.
+    parts = ((lengths - 1) // GROUP + 1 - groups).clamp_min(0)
+    begins = F.pad(parts.cumsum(0), (1, 0)) * (2 * GROUP)
+    room = 2 * GROUP * (length // GROUP + len(lengths))
+    token = torch.arange(length, device=call.q.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long().contiguous(), token, right=True).clamp_max(len(lengths) - 1)
+    number = token - cu_seqlens.long()[sequence]
+    group, place = number // GROUP, number % GROUP
+    begin, reads = begins[sequence], (group >= groups) & (token < cu_seqlens[-1])
+    writes = (group < parts[sequence]) & (number >= sinks) & (token < cu_seqlens[-1])
+    at_q = (begin + (group - groups) * 2 * GROUP + place).where(reads, room)
+    at_k = (begin + group * 2 * GROUP + GROUP + place).where(writes, room)
+
+    def placed(x: Tensor, at: Tensor) -> Tensor:
+        return x.new_zeros(1, room + 1, *x.shape[2:]).index_copy(1, at, x)[:, :-1]
+
+    q = placed(call.q, at_q)
+    k, v, *gates = (placed(x, at_k) for x in (call.k, call.v, *call.gates))
+    output, _ = mix(MixCall(q, k, v, tuple(gates), None, None, False, begins.to(cu_seqlens.dtype)))
+    return F.pad(output, (0, 0, 0, 0, 0, 1))[:, at_q].masked_fill(~reads[:, None, None], 0.0)
+
+
+def read_rows(mix: Mix, call: MixCall, groups: int, sinks: int) -> tuple[Tensor, State]:
+    """Whole sequences, one a row: the reads [B, T, HO, D], 0 where nothing has left the window, and the state after them.
+
+    Args:
+        mix: `Mixer.mix`.
+        call: queries, keys, values and gates of the tokens, all by the tokens' own places.
+        groups: N.
+        sinks: first tokens, which are never written.
+    """
+    hidden = groups * GROUP
+    length = call.q.shape[1] - hidden
+    if length <= 0:
+        reads = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
+        still = call._replace(gates=tuple(torch.zeros_like(gate) for gate in call.gates))
+        return reads, mix(still)[1] if call.keep_state else {}
+    left = (length - 1) // GROUP * GROUP  # before the last token's window
+    gates = tuple(written(gate[:, :length], sinks, left) for gate in call.gates)
+    own = MixCall(call.q[:, hidden:], call.k[:, :length], call.v[:, :length], gates, None, None, call.keep_state)
+    output, state = read_groups(mix, own)
+    return F.pad(output, (0, 0, 0, 0, hidden, 0)), state
+
+
+def read_leaving(
+    mix: Mix, call: MixCall, numbers: Tensor, base: Tensor, groups: int, sinks: int
+) -> tuple[Tensor, State]:
+    """The reads [B, T, HO, D] of the next tokens of sequences, and the state after them.
+
+    Args:
+        mix, groups, sinks: as in `read_rows`.
+        call: queries [B, T, ...] in any order; keys, values and gates [B, L, ...] by number; `state` is that
+            before `base`, or None.
+        numbers: of the queries [B, T], from 0; -1 at padding.
+        base: [B] int64, the group of the first of these, before which the state stands.
+    """
+    last = numbers.amax(1).clamp_min(0) // GROUP
+    left = ((last - groups - base).clamp_min(0) * GROUP)[:, None]  # the writes of the call
+    token = base[:, None] * GROUP + torch.arange(call.k.shape[1], device=numbers.device)
+    place = torch.arange(call.k.shape[1], device=numbers.device)
+    stays = (place >= left) | (token < sinks)
+    gates = tuple(gate.masked_fill(stays.view(*stays.shape, *[1] * (gate.dim() - 2)), 0.0) for gate in call.gates)
+    at = numbers - (base + groups)[:, None] * GROUP
+    reads_state = (numbers >= 0) & (at >= 0)
+    at = at.where(reads_state, call.k.shape[1])
+    q = call.q.new_zeros(len(call.q), call.k.shape[1] + 1, *call.q.shape[2:])
+    q = q.scatter(1, at[:, :, None, None].expand_as(call.q), call.q)[:, :-1]
+    output, state = read_groups(mix, MixCall(q, call.k, call.v, gates, None, call.state, call.keep_state))
+    return reordered(F.pad(output, (0, 0, 0, 0, 0, 1)), at).masked_fill(~reads_state[:, :, None, None], 0.0), state
+
+
+def read_groups(mix: Mix, call: MixCall) -> tuple[Tensor, State]:
+    """Queries of group i read the state before the writes of group i; the rest is as in `Mixer.mix`.
+
+    The 32 queries of a group, which write nothing, come before its 32 writes, which read nothing.
+
+    Args:
+        call: queries and writes, L of both; `state` is that before the first group.
+
+    Returns:
+        The reads [B, L, HO, D], and the state after the last group (empty unless it is kept).
+    """
+    length = call.q.shape[1]
+    q = _places(call.q, 0)
+    k, v, *gates = (_places(x, 1) for x in (call.k, call.v, *call.gates))
+    output, state = mix(MixCall(q, k, v, tuple(gates), None, call.state, call.keep_state))
+    return output.unflatten(1, (-1, 2, GROUP))[:, :, 0].flatten(1, 2)[:, :length], state
+
+
+def read_only(mix: Mix, q: Tensor, nothing: Tensor, gates: tuple[Tensor, ...], state: State) -> Tensor:
+    """The reads [B, 1, HO, D] of one token, which writes `nothing`, a key and value of zeros."""
+    still = tuple(torch.zeros_like(gate) for gate in gates)
+    return mix(MixCall(q, nothing, nothing, still, None, state))[0]
+
+
+def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Tensor:
+    """The gates [B, M, ...] of the last M = `places` tokens, token n in the place n % M; bfloat16.
+
+    Args:
+        old: before the call; None before the first token.
+        new: of the tokens of the call [B, T, ...]; numbers: theirs [B, T], from 0; -1 at padding.
+    """
+    stays = (numbers >= 0) & (numbers > numbers.amax(1, keepdim=True) - places)
+    at = (numbers % places).where(stays, places)
+    room = new.new_zeros(len(new), places + 1, *new.shape[2:], dtype=torch.bfloat16)
+    if old is not None:
+        room[:, :places] = old
+    return room.scatter(1, _along(at, new), new.to(room.dtype))[:, :-1]
+
+
+def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, base: Tensor, length: int) -> Tensor:
+    """The gates [B, L, ...] of the tokens from 32 `base` on, L = `length`: those that wait, then those of the call.
+
+    Arguments are those of `waiting`.
+    """
+    first = (base * GROUP)[:, None]
+    room = new.new_zeros(len(new), length + 1, *new.shape[2:])
+    if old is not None:
+        places, begin = old.shape[1], numbers.where(numbers >= 0, numbers.amax() + 1).amin(1, keepdim=True)
+        held = first + (torch.arange(places, device=numbers.device) - first) % places
+        at = (held - first).where((held < begin) & (held < first + length), length)
+        room = room.scatter(1, _along(at, old), old.to(new.dtype))
+    at = (numbers - first).where((numbers >= first) & (numbers < first + length), length)
+    return room.scatter(1, _along(at, new), new)[:, :-1]
+
+
+def _along(at: Tensor, x: Tensor) -> Tensor:
+    """Places [B, T] as an index of x [B, T, ...]."""
+    return at.view(*at.shape, *[1] * (x.dim() - 2)).expand_as(x)
+
+
+def written(gate: Tensor, first: int, end: int) -> Tensor:
+    """A gate [B, T, ...] that leaves the state alone but for the tokens from `first` to `end`."""
+    token = torch.arange(gate.shape[1], device=gate.device).view(-1, *[1] * (gate.dim() - 2))
+    return gate.masked_fill((token < first) | (token >= end), 0.0)
+
+
+def _places(x: Tensor, half: int) -> Tensor:
+    """x [B, T, ...] in groups of 32, each with 32 zeros behind it (`half` 0) or before it: [B, 2 T', ...]."""
+    groups = F.pad(x, (*[0, 0] * (x.dim() - 2), 0, -x.shape[1] % GROUP)).unflatten(1, (-1, 1, GROUP))
+    return F.pad(groups, (*[0, 0] * (x.dim() - 1), half, 1 - half)).flatten(1, 3)

@@ -1,0 +1,175 @@
+"""The window beside a delayed state, in one call: its attention, and the keys and values that leave it.
+
+A call is computed in one of three ways:
+
+    rows      whole sequences without padding, or packed into one row   the kernels of a prompt
+    a step    one further token per sequence, without padding           `packed_step_` in 4 and 8 bits
+    others    several further tokens, or padding                        tokens laid out by their numbers
+
+Shapes: B batch, T tokens of the call, HQ and HK query and key/value heads, D head size, N groups before a query's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltanet_hf.mixers.cache.fake_quantisation import as_kept, quantised_attention, straight_through
+from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.state import State
+from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens
+from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
+from deltanet_kernels import pack_prompt, round_tokens
+from deltanet_kernels.common.registration import is_observed
+from deltanet_kernels.packed_cache.arranged import ArrangedTokens
+from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
+from deltanet_kernels.packed_cache.layout import GROUP, unpacked
+from deltanet_kernels.window.cpu import attention
+
+if TYPE_CHECKING:
+    from deltanet_hf.mixers.layer.window_branch import WindowBranch
+
+
+class Leaving(NamedTuple):
+    """The window's part of a call, and what the state may get of it.
+
+    Keys and values are as the cache keeps them, in the order of the tokens' numbers, the first L from the token
+    32 `base` on; `base` None stands for whole rows, with L = T.
+    """
+
+    near: Tensor  # [B, T, HQ, D]: the attention
+    lse: Tensor  # [B, T, HQ] float32: its log-sum-exp
+    keys: Tensor | None  # [B, L, HK, D]; None where the host knows that nothing leaves
+    values: Tensor | None
+    base: Tensor | None  # [B] int64: the group of the first token that is not in the state
+    state: State  # the window's part of the new state; empty unless it is kept
+
+
+def leaving(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> Leaving:
+    """The window of a call, of q [B, T, HQ, D] and k, v [B, T, HK, D] as softmax attention sees them."""
+    if call.state is None and call.padding is None:
+        return _rows(branch, q, k, v, call, tokens)
+    own = {} if call.state is None else {name: call.state[name] for name in branch.state_names}
+    count = own["count"].long() if own else q.new_zeros(len(q), dtype=torch.long)
+    base = ((count - 1).clamp_min(0) // GROUP - branch.groups).clamp_min(0)
+    one = q.shape[1] == 1 and own and call.padding is None and branch.groups > 0
+    if branch.cache_bits < 16:
+        made = _packed_step if one else _packed_part
+    else:
+        made = _step if one else _part
+    return made(branch, q, k, v, call, tokens, own, base)
+
+
+def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> Leaving:
+    if branch.cache_bits == 16 or call.cu_seqlens is not None:
+        near, lse = branch.attend(q, k, v, call.cu_seqlens)
+        state: State = {}
+        if call.keep_state:
+            kept = KeptTokens(branch.places, branch.sinks, {}, tokens, cu_seqlens=call.cu_seqlens)
+            kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+            state = kept.state
+        return Leaving(near, lse, k, v, None, state)
+    order = branch.kept.key_order
+    state = {}
+    if call.keep_state:
+        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+        prompt = PackPromptCall(k.detach(), v.detach(), branch.cache_bits, branch.groups, None, order)
+        cache, *seen = pack_prompt.unchecked(prompt)
+        state = dict(zip(NAMES, cache.tensors, strict=True))
+    else:
+        k, v, seen = as_kept(k, v, branch.cache_bits, order)
+    rest = branch.scale, branch.cache_bits, branch.softcap, seen, None, branch.edge
+    near, lse = quantised_attention(q, k, v, branch.window, branch.sinks, *rest)
+    near, lse = with_learned_sinks(near, lse, branch.learned_sinks)
+    keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
+    return Leaving(near, lse, keys, values, None, state)
+
+
+def _packed_part(
+    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+) -> Leaving:
+    packed = PackedTokens(branch.kept, own, call.padding)
+    old = packed.cache_before(k)
+    near, lse = packed.attend(q, k, v, branch.scale, branch.softcap)
+    k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+    arranged = ArrangedTokens.of(k, v, tokens.numbers.long().expand(len(q), -1) - 1, old)
+    keys, values = (x.transpose(1, 2) for x in unpacked(arranged.packed, k.dtype, old.key_order))
+    return Leaving(*with_learned_sinks(near, lse, branch.learned_sinks), keys, values, base, packed.state)
+
+
+def _packed_step(
+    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+) -> Leaving:
+    keys = values = None
+    if not _nothing_leaves(branch, own["count"]):
+        place = (base % branch.groups)[:, None]  # of the group that may leave, before the step packs another over it
+        group = [own[name].gather(2, _index(place, own[name])) for name in PACKED]
+        restored = unpacked(group, k.dtype, branch.kept.key_order)
+        keys, values = (_and_another(x.transpose(1, 2)) for x in restored)
+    packed = PackedTokens(branch.kept, own, None)
+    near, lse = with_learned_sinks(*packed.attend(q, k, v, branch.scale, branch.softcap), branch.learned_sinks)
+    return Leaving(near, lse, keys, values, base, packed.state)
+
+
+def _part(
+    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+) -> Leaving:
+    kept = KeptTokens(branch.places, branch.sinks, own, tokens)
+    keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+    near, lse = _attend(branch, q, keys, values, tokens, kept.seen)
+    length = branch.places + -(-q.shape[1] // GROUP) * GROUP
+    first = (base * GROUP)[:, None]
+    numbers = kept.seen.numbers.long().expand(len(q), -1)
+    at = (numbers - 1 - first).where((numbers > 0) & (numbers > first), length)
+    made = []
+    for x in (keys, values):
+        room = x.new_zeros(len(x), length + 1, x.shape[1], x.shape[3])
+        made.append(room.scatter(1, at[:, :, None, None].expand_as(x.transpose(1, 2)), x.transpose(1, 2))[:, :-1])
+    return Leaving(near, lse, *made, base, kept.state)
+
+
+def _step(
+    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+) -> Leaving:
+    left_keys = left_values = None
+    if not _nothing_leaves(branch, own["count"]):
+        number = (base * GROUP)[:, None] + torch.arange(GROUP, device=q.device)
+        place = branch.sinks + (number + 1) % branch.places  # sinks have others, and are never written
+        left_keys, left_values = (
+            _and_another(own[name].gather(2, _index(place, own[name])).transpose(1, 2)) for name in ("keys", "values")
+        )
+    kept = KeptTokens(branch.places, branch.sinks, own, tokens)
+    keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+    near, lse = _attend(branch, q, keys, values, tokens, kept.seen)
+    return Leaving(near, lse, left_keys, left_values, base, kept.state)
+
+
+def _attend(
+    branch: WindowBranch, q: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, seen: Tokens
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, T, HQ, D] to keys and values [B, HK, S, D] with these numbers."""
+    mask = tokens.sees(seen, branch.window, branch.sinks, None, branch.edge).unsqueeze(1)
+    near, lse = attention(q.float(), keys.float(), values.float(), mask, branch.scale, branch.softcap)
+    return with_learned_sinks(near.to(values.dtype), lse, branch.learned_sinks)
+
+
+def _nothing_leaves(branch: WindowBranch, count: Tensor) -> bool:
+    """Whether the host knows that no group leaves the windows of sequences of these lengths [B] with the next token."""
+    if count.is_cuda or is_observed():
+        return False
+    return not any(n % GROUP == 0 and n >= branch.places for n in count.tolist())
+
+
+def _index(place: Tensor, x: Tensor) -> Tensor:
+    """Indices that take the places [B, M] of x [B, H, S, ...]."""
+    index = place.view(len(place), 1, -1, *[1] * (x.dim() - 3))
+    return index.expand(-1, x.shape[1], -1, *x.shape[3:])
+
+
+def _and_another(x: Tensor) -> Tensor:
+    """x [B, 32, HK, D] and a group of zeros behind it."""
+    return torch.cat([x, torch.zeros_like(x)], dim=1)
