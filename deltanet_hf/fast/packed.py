@@ -161,7 +161,7 @@ def _attended(
     else:
         angles, scale = whole_angles(angles)
     if scale is not None:
-        q = q * scale[:, :, None, None].to(q.dtype)
+        q = (q * scale[:, :, None, None]).to(q.dtype)
     if cache is not None and cache.state and turn is None:
         held = PackedTokens(branch.kept, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)

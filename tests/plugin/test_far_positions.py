@@ -24,6 +24,7 @@ from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.far_positions import FarPositions
@@ -182,6 +183,20 @@ def test_padded_and_packed_rows_are_those_alone(kind: str, bits: int) -> None:
             packing = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
             packed = model(row, position_ids=places, use_cache=False, **packing).logits[0]
             assert (packed - torch.cat(wanted)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("yarn", 4), ("nope", 16), ("cut", 16)])
+@torch.no_grad()
+def test_tokens_are_taken_back_beyond_the_bound(kind: str, bits: int) -> None:
+    model = far(kind, bits).double()
+    cache = DynamicCache(config=model.config)
+    place_layers(model, cache)
+    cache.activate_past_recording()
+    for ids in (IDS[:, :50], IDS[:, 60:66]):
+        model(ids, use_cache=True, **{CACHE: cache})
+    cache.crop(-6)
+    found = model(IDS[:, 50:58], use_cache=True, **{CACHE: cache}).logits
+    assert (found - model(IDS[:, :58], use_cache=False).logits[:, 50:]).abs().max() < 1e-9
 
 
 @torch.no_grad()

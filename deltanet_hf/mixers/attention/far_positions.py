@@ -108,7 +108,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, query_scale: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own attention function on queries [B, HQ, T, D] times their scale [B or 1, T]."""
-    scaled = query * query_scale[:, None, :, None].to(query.dtype)
+    scaled = (query * query_scale[:, None, :, None]).to(query.dtype)
     return own_attention(module)(module, scaled, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
 

@@ -77,7 +77,7 @@ def attend(
     if isinstance(call, PackedTokens):  # keys and values in few bits
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
         if query_scale is not None:
-            q = q * query_scale[:, :, None, None].to(q.dtype)
+            q = (q * query_scale[:, :, None, None]).to(q.dtype)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         output, _ = with_learned_sinks(*call.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
         return output.to(query.dtype).contiguous(), None
