@@ -34,6 +34,8 @@ from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
+from deltanet_kernels.group_rule.calls import GroupRuleCall
+from deltanet_kernels.group_rule.chunk import chunk_group_triton
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
@@ -190,6 +192,22 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             differentiated(chunk_gated_delta_rule_triton, call=call, **extra)
 
         found.append((name, both))
+    for dtype, K, T, heads in (
+        ("bf16", 128, 128, (2, 2, 2)), ("bf16", 128, 128, (2, 8, 2)), ("bf16", 128, 128, (1, 1, 2)),
+        ("bf16", 64, 128, (1, 3, 1)), ("bf16", 64, 100, (2, 2, 2)), ("bf16", 256, 128, (1, 2, 1)),
+        ("fp16", 64, 128, (1, 3, 1)), ("fp16", 16, 100, (1, 1, 1)), ("fp32", 64, 128, (1, 3, 1)),
+    ):  # fmt: skip
+
+        def group(dtype: str = dtype, K: int = K, T: int = T, heads: tuple[int, int, int] = heads) -> None:
+            inputs = rule_inputs(T, heads, K, K, DTYPES[dtype], False, False)
+            inputs = {name: x for name, x in inputs.items() if name in GroupRuleCall._fields}
+            state = torch.zeros(2, heads[2], K, K, requires_grad=True)
+            call = GroupRuleCall(**inputs, initial_state=state, output_final_state=True)
+            differentiated(chunk_group_triton, call=call)
+            with torch.no_grad():
+                chunk_group_triton(call)
+
+        found.append((f"group-{dtype}-{K}-{T}-{'.'.join(map(str, heads))}", group))
     for dtype, K, heads in (("bf16", 128, (2, 2, 2)), ("fp32", 64, (1, 2, 4)), ("fp16", 16, (1, 4, 2))):
         inputs = rule_inputs(2, heads, K, K, DTYPES[dtype], True, False)
         inputs = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}

@@ -9,12 +9,14 @@ time, and one mixes. A step of another rule is computed as a prompt of one token
 
 All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
 other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
-padded steps and all steps of other rules, in 3 or 2 bits every step.
+padded steps and all steps of other rules, in 3 or 2 bits every step. A state of what has left a window is computed by
+the operations of the module.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +61,8 @@ class FastMixer:
         branch = mixer.window_branch
         bits = 16 if branch is None else branch.cache_bits
         of_keys_alone = conv is not None and mixer.settings.conv_on == "k"
-        self._has_prefill = not of_keys_alone and (branch is None or branch.learned_sinks is None)
+        has_kernels = branch is None or (branch.learned_sinks is None and not branch.delayed)
+        self._has_prefill = not of_keys_alone and has_kernels
         self._is_gated_delta_rule = mixer.is_gated_delta_rule
         # A step takes the `slots` of a server's cache too. 3 and 2 bits have no packed form.
         self.has_step = self._has_prefill and bits >= 4 and self._is_gated_delta_rule
@@ -91,13 +94,15 @@ class FastMixer:
         has_step = self.has_step if padding is None else self._has_padded_step
         if length == 1 and has_step and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding, call.slots), None
+        if layer.delays:
+            return layer.with_delayed_state(x, position_embeddings, replace(call, prompt_length=prompt_length)), None
         if padding is None and cu_seqlens is None and self._has_prefill:
             return self.prefill(x, position_embeddings, call, prompt_length), None
         return Mixer.forward(layer, x, position_embeddings, attention_mask, given, cu_seqlens, padding)  # type: ignore[arg-type]
 
     @property
     def takes_prompt_length(self) -> bool:
-        return self._has_prefill
+        return self._has_prefill or self.layer.delays
 
     def prefill(
         self,
@@ -276,7 +281,7 @@ def _with_fast_parts(mixer: Any, may_move: bool) -> Mixer:
     replaced: dict[str, Any] = dict(zip(linears, found, strict=False))
     if branch is not None:
         fast = copied(branch, share_proj=found[-1])
-        replaced["window_branch"] = copied(fast, mixture=functools.partial(mixture, fast))
+        replaced["window_branch"] = fast if branch.delayed else copied(fast, mixture=functools.partial(mixture, fast))
     for name in ("q_norm", "k_norm"):
         norm = getattr(mixer, name)
         if norm is not None and form_of(norm) is not None:

@@ -16,6 +16,8 @@ from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.operators import gated_delta_step_
 from deltanet_kernels.gated_delta_rule.public import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
+from deltanet_kernels.group_rule.operators import chunk_group_gated_delta_rule
+from deltanet_kernels.group_rule.reference import naive_group_gated_delta_rule
 from deltanet_kernels.mesa.calls import MesaState
 from deltanet_kernels.mesa.operators import chunk_mesa
 from deltanet_kernels.mesa.recurrent import recurrent_mesa
@@ -49,6 +51,7 @@ __all__ = [
     "causal_conv1d",
     "chunk_channel_gated_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_group_gated_delta_rule",
     "chunk_mesa",
     "chunk_titans",
     "chunk_ttt",
@@ -62,6 +65,7 @@ __all__ = [
     "gated_rms_norm",
     "naive_channel_gated_delta_rule",
     "naive_gated_delta_rule",
+    "naive_group_gated_delta_rule",
     "naive_mesa",
     "naive_titans",
     "naive_ttt",

@@ -18,7 +18,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import KEY_ORDER, cache_bits_of
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
-from support.tiny_models import LAYERS, tiny_teacher
+from support.tiny_models import LAYERS, READS_ALL, tiny_teacher
 
 WINDOW, SINKS = 12, 3
 FITS = WINDOW + SINKS
@@ -41,7 +41,8 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def converted(folder: Path, family: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """The model, and the report of its conversion."""
     teacher = teacher_folder(folder / "teacher", family, **OWN.get(family, {}))
-    changes = (f"window={WINDOW}", f"sinks={SINKS}", *options.pop("changes", ()))
+    reads_all = (f"{name}={str(value).lower()}" for name, value in READS_ALL.items())
+    changes = (f"window={WINDOW}", f"sinks={SINKS}", *reads_all, *options.pop("changes", ()))
     report = tiny_conversion(teacher, folder / "out", mixer="gated_deltanet+window", changes=changes, **options)
     return AutoModelForCausalLM.from_pretrained(folder / "out").eval(), report
 

@@ -20,7 +20,7 @@ from deltanet_hf.mixers import recommended
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from support.blank_layers import blank_layer, layer_inputs
-from support.tiny_models import tiny_teacher
+from support.tiny_models import READS_ALL, tiny_teacher
 
 HEADS, KV_HEADS, SIZE, TOKENS = 6, 2, 8, 40
 
@@ -32,13 +32,18 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def branch(
-    family_window: int | None = None, scaling: float | None = None, softcap: float | None = None, window: int = 6
+    family_window: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    window: int = 6,
+    delayed: bool = False,
 ) -> WindowBranch:
     shape = AttentionShape(
         HEADS, SIZE, HEADS, KV_HEADS, KV_HEADS, scaling=scaling, family_window=family_window, softcap=softcap
     )
     _, settings = recommended("gated_deltanet+window")
-    made = WindowBranch(shape, replace(settings, window=window, sinks=2)).eval().requires_grad_(False)
+    changes = {"window": window, "sinks": 2, **({} if delayed else READS_ALL)}
+    made = WindowBranch(shape, replace(settings, **changes)).eval().requires_grad_(False)
     made.share_proj.weight.fill_(torch.nan)
     made.share_proj.bias.fill_(torch.nan)
     return made
@@ -133,7 +138,7 @@ def test_rows_that_fit_into_the_window_have_no_share_and_no_nan() -> None:
 def started(family: str, sequences: int, tokens: int, window: int) -> tuple[Any, Any, Tensor, dict[str, Any], Any]:
     """A started layer, the teacher's attention, its inputs, its other arguments, and the figures of the fit."""
     attention, states, kwargs = layer_inputs(tiny_teacher(family, attn_implementation="eager"), 0, sequences, tokens)
-    layer: Any = blank_layer(family, "faithful", 0, mixer="gated_deltanet+window", window=window, sinks=1)
+    layer: Any = blank_layer(family, "faithful", 0, mixer="gated_deltanet+window", window=window, sinks=1, **READS_ALL)
     figures = start_fitted(attention, layer, LayerCalibration(states, kwargs))
     return layer.eval(), attention, states, kwargs, figures
 
@@ -154,7 +159,7 @@ def test_a_layer_whose_calibration_fits_into_the_window_is_the_teachers_attentio
 def test_a_sample_projects_once_and_holds_what_operator_and_window_read(changes: dict[str, Any]) -> None:
     attention, states, kwargs = layer_inputs(tiny_teacher("qwen3", attn_implementation="eager"), 0, 2, 20)
     layer: Any = blank_layer(
-        "qwen3", "faithful", 0, **{"mixer": "gated_deltanet+window", "window": 4, **changes}
+        "qwen3", "faithful", 0, **{"mixer": "gated_deltanet+window", "window": 4, **READS_ALL, **changes}
     ).eval()
     copy_attention(attention, layer)
     calls: list[str] = []
@@ -182,7 +187,9 @@ def test_few_and_short_sequences(sequences: int, tokens: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # layer 0 of Gemma 2 slides over 8 tokens
 def test_the_state_takes_error_off_the_window_and_the_folded_layer_is_the_fitted_one(family: str) -> None:
     attention, states, kwargs = layer_inputs(tiny_teacher(family, attn_implementation="eager"), 0, 3, 60)
-    layer: Any = blank_layer(family, "faithful", 0, mixer="gated_deltanet+window", window=4, sinks=1).eval()
+    layer: Any = blank_layer(
+        family, "faithful", 0, mixer="gated_deltanet+window", window=4, sinks=1, **READS_ALL
+    ).eval()
     copy_attention(attention, layer)
     torch.manual_seed(0)
     samples = Samples(attention, layer, states, kwargs)

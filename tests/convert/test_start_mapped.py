@@ -10,7 +10,7 @@ import torch
 from deltanet_convert.start import gate_fit, start_rule
 from deltanet_convert.start.calibration import LayerCalibration
 from support.blank_layers import blank_layer, layer_inputs
-from support.tiny_models import tiny_teacher
+from support.tiny_models import READS_ALL, tiny_teacher
 
 RULES: dict[str, dict[str, Any]] = {
     "linear": {"mixer": "linear"},
@@ -24,7 +24,7 @@ RULES: dict[str, dict[str, Any]] = {
     "implicit": {"mixer": "efla", "flow_step": "implicit"},
     "explicit": {"mixer": "efla", "flow_step": "explicit"},
     "comba": {"mixer": "comba"},
-    "window": {"mixer": "efla+window", "window": 5, "sinks": 1, "state_dtype": "float32"},
+    "window": {"mixer": "efla+window", "window": 5, "sinks": 1, **READS_ALL},
 }
 
 

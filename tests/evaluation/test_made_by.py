@@ -41,8 +41,8 @@ def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
             "--layers keep:1,3 --mixer window --set window=225 --cache-bits 4 --text wiki.txt",
         ),
         (
-            {"layers": "/home/me/heads.json", "changes": ("rope=false",), "seed": 1},
-            "--layers heads.json --mixer gated_deltanet+window --set rope=false --cache-bits 16 --seed 1",
+            {"layers": "/home/me/heads.json", "changes": ("gate_bias=false",), "seed": 1},
+            "--layers heads.json --mixer gated_deltanet+window --set gate_bias=false --cache-bits 16 --seed 1",
         ),
         (
             {"layers": "keep:3", "training": False, "fit_memory": False},

@@ -19,6 +19,9 @@ from tests.kernels.state_cases import Shape
 from tests.kernels.state_cases import results as state_results
 from tests.kernels.test_decode_attention import SHAPES as CACHES
 from tests.kernels.test_decode_attention import make as make_cache
+from tests.kernels.test_group_rule import CASES as GROUP_CASES
+from tests.kernels.test_group_rule import arguments as group_arguments
+from tests.kernels.test_group_rule import triton as triton_group
 from tests.kernels.test_late_writes import late
 from tests.kernels.test_prompt import CASES as PROMPTS
 from tests.kernels.test_prompt import make as make_prompt
@@ -92,6 +95,11 @@ def main() -> None:
                 triton_channel_recurrent(**inputs)
     torch.cuda.synchronize()
     print("decay per channel", flush=True)
+    for case in (*GROUP_CASES, Case("heads of 128", T=128, H=2, K=128), Case("grouped", T=128, HQ=3, K=64)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            results(triton_group, group_arguments(case, dtype, "cuda"))
+    torch.cuda.synchronize()
+    print("read at boundaries", flush=True)
     for segments, T in ((2, 300), (2, 256), (4, 300)):  # sequential, complete chunks, composed
         inputs = make_inputs(Case(f"{segments} segments", T=T, H=2, K=64, g="heads"), torch.bfloat16, "cuda")
         results(functools.partial(triton_chunk, segments=segments), inputs)

@@ -20,7 +20,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from measuring import rows as row_files
-from measuring.kernels import channel_gates, chunk, erase, harness, inner_training, window
+from measuring.kernels import channel_gates, chunk, erase, group, harness, inner_training, window
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
 from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
 from measuring.rows import Row
@@ -332,6 +332,27 @@ def test_a_sweep_measures_every_configuration_and_leaves_the_kernels_as_they_wer
 def test_configurations_differ(module: Any) -> None:
     found = list(module.configurations(next(iter(module.rows(False)))))
     assert len({str(value) for configuration in found for value in configuration.values()}) == len(found) == 162
+
+
+def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, which Triton's interpreter computes rightly."""
+    monkeypatch.setattr(group, "DEVICE", "cpu")
+    make = group.make
+
+    def single(shape: group.Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
+        leaves, do = make(shape)
+        return [x.detach().float().requires_grad_() for x in leaves], do.float()
+
+    monkeypatch.setattr(group, "make", single)
+    monkeypatch.setattr(group, "SHAPES", [(1, 33, 1, 1, 16)])
+    rows = list(group.rows(False))
+    assert [row["impl"] for row in rows] == ["deltanet", "rule"]
+    for labels in rows:
+        row = group.measure(labels, options())
+        assert row["rel_error"] < 1e-5
+        assert row["fwdbwd_ms"] == 2.0
+    sizes = [str(value.sizes) for found in group.configurations(rows[0]) for value in found.values()]
+    assert len(set(sizes)) == len(sizes)
 
 
 @pytest.mark.parametrize("module", [channel_gates, erase, inner_training])

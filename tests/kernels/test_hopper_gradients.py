@@ -35,7 +35,8 @@ CASES = [
 def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then() -> None:
     """Two programs must fit into the 228 KiB of a multiprocessor, of which each program costs one more."""
     constants = {"q_token": 4096, "k_token": 4096, "o_token": 4096, "v_token": 4096, "H": 32, "HV": 32, "NORM": True}
-    variants = [({**constants, "GATE": gate, "SIGMOID": gate}, 255) for gate in (False, True)]
+    forms = ((False, False), (True, False), (False, True))
+    variants = [({**constants, "GATE": gate, "SIGMOID": gate, "GROUPS": groups}, 255) for gate, groups in forms]
     compiled = compile_for_hopper("gated_delta_rule.hopper.gradients_128", "gradients_128_kernel", variants)
     assert len(compiled) == len(variants)
     for one in compiled:

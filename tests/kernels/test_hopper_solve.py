@@ -39,9 +39,11 @@ CASES = [
 def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then() -> None:
     """Four programs must fit on a multiprocessor, three where value heads share the products."""
     variants = []
-    for K, share, norm in ((128, 1, True), (128, 2, False), (64, 1, False), (64, 3, True)):
+    for K, share, norm, with_scores in (
+        (128, 1, True, True), (128, 2, False, True), (64, 1, False, True), (64, 3, True, True), (128, 1, True, False),
+    ):  # fmt: skip
         constants = {"q_token": 8 * K, "k_token": 8 * K, "H": 8, "HV": 8 * share, "K": K}
-        constants |= {"NORM": norm, "GATE": not norm, "SIGMOID": not norm, "BOUND": norm}
+        constants |= {"NORM": norm, "GATE": not norm, "SIGMOID": not norm, "BOUND": norm, "SCORES": with_scores}
         variants.append((constants, launches.SHARED_KEY_SOLVE_REGISTERS if share > 1 else launches.SOLVE_REGISTERS))
     compiled = compile_for_hopper("gated_delta_rule.hopper.solve", "scores_and_inverse_kernel", variants)
     for (constants, registers), one in zip(variants, compiled, strict=True):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.layer import DeltaRule
+from deltanet_hf.mixers.layer.delayed_state import as_waiting
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.models.cache_bits import set_cache_bits
 from support.float64 import Float64
 from support.tiny_models import tiny_student
 
@@ -26,13 +31,15 @@ def float64() -> Iterator[None]:
         yield
 
 
-def layer(mixer: str = "gated_deltanet", window: int = 33, **changes: Any) -> tuple[Any, Mixer]:
+def layer(mixer: str = "gated_deltanet", window: int = 33, bits: int = 16, **changes: Any) -> tuple[Any, Mixer]:
     """The first layer of a tiny Llama student whose weights all have an effect, with its model."""
-    model = tiny_student("llama", mixer=mixer, window=window, delayed=True, k_offset=False, **changes).double()
+    settings = {"window": window, "delayed": True, "k_offset": False, "conv_size": 0, **changes}
+    model = tiny_student("llama", mixer=mixer, **settings).double()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.model.layers[0].self_attn.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    set_cache_bits(model, bits)
     return model, model.model.layers[0].self_attn
 
 
@@ -44,39 +51,41 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     """Token by token: attention to what the window shows, the rule over what has left it, written one by one."""
     branch = mixer.window_branch
     assert branch is not None
-    B, T, _ = x.shape
-    angles = model.model.rotary_emb(x, torch.arange(T)[None])
-    q, k, v = mixer.window_inputs(mixer.project(x), angles)
-    flat = mixer.repeated(*(part.flatten(2) for part in (q, k, v)))
-    if mixer.conv1d is not None:
-        parts = flat if mixer.settings.conv_on == "qkv" else flat[1:2]
-        convolved, _ = mixer.conv1d(parts, None, None, False, None)
-        flat = tuple(convolved) if len(parts) == 3 else (flat[0], convolved[0], flat[2])
-    rule_q, rule_k, rule_v = mixer.activated(*(mixer.split_heads(part) for part in flat))
-    gates = mixer.gates(x, None)
+    (B, T, _), bits = x.shape, branch.cache_bits
+    q, k, v = mixer.window_inputs(mixer.project(x), model.model.rotary_emb(x, torch.arange(T)[None]))
+    far_k, far_v = k, v  # as queries of later groups, and the state, get them
+    if bits < 16:
+        k, v, seen = as_kept(k, v, bits, None)
+        far_k, far_v = (straight_through(part, other) for part, other in zip((k, v), seen, strict=True))
+    times = mixer.kv_repeats
+    rule_q, rule_k, rule_v = mixer.activated(q, *(x.repeat_interleave(times, 2) for x in (far_k, far_v)))
+    gates = tuple(map(as_waiting, mixer.gates(x, None)))
     outputs, state, written = [], None, branch.sinks
     for t in range(T):
-        left = max(0, (t // GROUP - branch.groups) * GROUP)
+        own, left = t // GROUP * GROUP, max(0, (t // GROUP - branch.groups) * GROUP)
         while written < left:
             at = slice(written, written + 1)
-            call = MixCall(
-                rule_q[:, at], rule_k[:, at], rule_v[:, at], tuple(g[:, at] for g in gates), None, state, True
-            )
-            state, written = mixer.mix(call)[1], written + 1
+            token = (part[:, at] for part in (rule_q, rule_k, rule_v))
+            _, state = mixer.mix(MixCall(*token, tuple(gate[:, at] for gate in gates), None, state, True))
+            written += 1
+        now = slice(t, t + 1)
         if state is None:
             far = torch.zeros(B, 1, mixer.num_heads, mixer.head_dim, dtype=x.dtype)
         else:  # a token that writes nothing and reads
-            still = tuple(torch.zeros_like(g[:, :1]) for g in gates)
-            far, _ = mixer.mix(MixCall(rule_q[:, t : t + 1], rule_k[:, :1] * 0, rule_v[:, :1] * 0, still, None, state))
+            still = tuple(torch.zeros_like(gate[:, :1]) for gate in gates)
+            far, _ = mixer.mix(MixCall(rule_q[:, now], rule_k[:, :1] * 0, rule_v[:, :1] * 0, still, None, state))
         seen = sorted({*range(min(branch.sinks, t + 1)), *range(left, t + 1)})
-        keys, values = (part[:, seen].repeat_interleave(mixer.num_heads // part.shape[2], 2) for part in (k, v))
+        exact = torch.tensor([place >= own or place < branch.sinks for place in seen])[None, :, None, None]
+        keys, values = (
+            torch.where(exact, near[:, seen], later[:, seen]).repeat_interleave(mixer.num_heads // near.shape[2], 2)
+            for near, later in ((k, far_k), (v, far_v))
+        )
         scores = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * branch.scale
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
-        far = mixer.gated_norm(far, mixer.output_gate(x[:, t : t + 1]))
+        far = mixer.gated_norm(far, mixer.output_gate(x[:, now]))
         count = t + 1 - len(seen)
-        lse = scores.logsumexp(-1)[:, None]
-        logit = branch.share_proj(x[:, t : t + 1]) + branch.slopes.far_slope * math.log(max(count, 1))
-        share = (logit - branch.slopes.near_slope * lse).sigmoid().unsqueeze(-1) * (count > 0)
+        logit = branch.share_proj(x[:, now]) + branch.slopes.far_slope * math.log(max(count, 1))
+        share = (logit - branch.slopes.near_slope * scores.logsumexp(-1)[:, None]).sigmoid().unsqueeze(-1) * (count > 0)
         outputs.append(near + share * (far - near))
     return mixer.o_proj(torch.cat(outputs, 1).flatten(-2))
 
@@ -85,17 +94,145 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
 
 
+def angles(model: Any, x: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+    return model.model.rotary_emb(x, torch.arange(x.shape[1])[None] if positions is None else positions)
+
+
 @pytest.mark.parametrize("mixer", DELAYING)
 def test_a_row_is_its_definition(mixer: str) -> None:
     model, kind = layer(mixer)
     x = inputs(140)
-    angles = model.model.rotary_emb(x, torch.arange(140)[None])
-    close(kind(x, angles)[0], by_definition(model, kind, x))
+    close(kind(x, angles(model, x))[0], by_definition(model, kind, x))
 
 
-@pytest.mark.parametrize("changes", [{"window": 1}, {"window": 70}, {"conv_size": 0}, {"conv_on": "k"}, {"sinks": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window": 1},
+        {"window": 70},
+        {"sinks": 0},
+        {"bits": 4},
+        {"bits": 8, "window": 1},
+        {"expand_kv": True},
+        {"expand_kv": True, "shared_kv": True},
+        {"k_offset": True, "qk_activation": "silu", "v_activation": "silu"},
+    ],
+    ids=str,
+)
 def test_settings(changes: dict[str, Any]) -> None:
     model, kind = layer(**changes)
     x = inputs(140)
-    angles = model.model.rotary_emb(x, torch.arange(140)[None])
-    close(kind(x, angles)[0], by_definition(model, kind, x))
+    close(kind(x, angles(model, x))[0], by_definition(model, kind, x))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("cuts", [[140], [1, 31, 33, 64, 11], [64, 1, 1, 74], [1] * 140], ids=len)
+@pytest.mark.parametrize("window", [33, 65])
+@torch.no_grad()
+def test_a_prompt_in_parts(bits: int, cuts: list[int], window: int) -> None:
+    model, kind = layer(bits=bits, window=window)
+    x = inputs(140)
+    wanted = by_definition(model, kind, x)
+    cache, start = DynamicCache(config=model.config), 0
+    for size in cuts:
+        part = slice(start, start + size)
+        positions = torch.arange(start, start + size)[None]
+        close(kind(x[:, part], angles(model, x[:, part], positions), past_key_values=cache)[0], wanted[:, part])
+        start += size
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@torch.no_grad()
+def test_padding(bits: int, side: str) -> None:
+    """Rows of different lengths give what they give alone: without a cache, and then step by step."""
+    model, kind = layer(bits=bits)
+    lengths, length, further = [140, 101], 140, 40
+    x = inputs(length + further)
+    place = torch.arange(length)
+    real = torch.ones(2, length, dtype=torch.bool)
+    real[1] = {"left": place >= 39, "right": place < 101, "holes": (place < 7) | (place >= 46)}[side]
+    positions = real.long().cumsum(-1) - 1
+    turned = angles(model, x[:, :length], positions.clamp_min(0))
+    whole = kind(x[:, :length], turned, attention_mask=real.long())[0]
+    cache = DynamicCache(config=model.config)
+    kept = kind(x[:, :length], turned, attention_mask=real.long(), past_key_values=cache)[0]
+    mask, steps = real, []
+    for t in range(length, length + further):
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.bool)], 1)
+        at = angles(model, x[:, t : t + 1], mask.long().sum(-1, keepdim=True) - 1)
+        steps.append(kind(x[:, t : t + 1], at, attention_mask=mask.long(), past_key_values=cache)[0])
+    for row in range(2):
+        alone = torch.cat([x[row : row + 1, :length][:, real[row]], x[row : row + 1, length:]], 1)
+        wanted = by_definition(model, kind, alone)[0]
+        close(whole[row][real[row]], wanted[: lengths[row]])
+        close(kept[row][real[row]], wanted[: lengths[row]])
+        close(torch.cat(steps, 1)[row], wanted[lengths[row] :])
+
+
+def test_sequences_in_one_row() -> None:
+    """Each gives what it gives alone, and so do its gradients."""
+    model, kind = layer()
+    x = inputs(220, batch=1).requires_grad_()
+    bounds = [0, 3, 100, 101, 210]
+    positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, [*bounds[1:], 220], strict=False)])[None]
+    packed = kind(x, angles(model, x, positions), cu_seq_lens_q=torch.tensor(bounds))[0]
+    wanted = torch.cat([by_definition(model, kind, x[:, a:b]) for a, b in pairwise(bounds)], 1)
+    close(packed[:, :210], wanted)
+    up = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (ours,) = torch.autograd.grad((packed[:, :210] * up).sum(), x, retain_graph=True)
+    (theirs,) = torch.autograd.grad((wanted * up).sum(), x)
+    close(ours, theirs)
+
+
+def test_gradients_of_a_row() -> None:
+    model, kind = layer(bits=4)
+    x = inputs(140).requires_grad_()
+    parameters = [parameter for name, parameter in kind.named_parameters() if "slope" not in name]
+    up = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((kind(x, angles(model, x))[0] * up).sum(), [x, *parameters])
+    theirs = torch.autograd.grad((by_definition(model, kind, x) * up).sum(), [x, *parameters])
+    for one, other in zip(ours, theirs, strict=True):
+        close(one, other)
+
+
+@torch.no_grad()
+def test_a_text_that_fits_into_the_window_gets_the_teachers_attention() -> None:
+    model, kind = layer(window=65)
+    x = inputs(96)
+    changed = kind(x, angles(model, x))[0]
+    kind.norm.weight.add_(5.0)  # type: ignore[union-attr]
+    assert torch.equal(kind(x, angles(model, x))[0], changed)
+    longer = inputs(97)
+    before = kind(longer, angles(model, longer))[0]
+    kind.norm.weight.add_(5.0)  # type: ignore[union-attr]
+    assert not torch.equal(kind(longer, angles(model, longer))[0], before)
+
+
+@torch.no_grad()
+def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
+    """Within a group the codes stay, and their error is that of one rounding: half a step of each row."""
+    model, kind = layer(bits=4, state_dtype="int8")
+    exact_model, exact = layer(bits=4)
+    x = inputs(200, batch=1)
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=exact_model.config)
+    seen = []
+    for t in range(200):
+        at = angles(model, x[:, t : t + 1], torch.tensor([[t]]))
+        for one, held in ((kind, cache), (exact, other)):
+            one(x[:, t : t + 1], at, past_key_values=held)
+        state = cache.layers[0].state
+        seen.append(state["state"].clone())
+        assert t % GROUP == 0 or torch.equal(seen[-1], seen[-2])
+    wanted = other.layers[0].state["state"]
+    error = (state["state"] * state["state_scale"].unsqueeze(-1) - wanted).abs().amax(-1)
+    folds = 200 // GROUP - 1
+    assert (error <= 0.51 * folds * state["state_scale"]).all()
+    assert error.max() > 0
+
+
+def test_what_a_rule_with_another_read_refuses() -> None:
+    with pytest.raises(ValueError, match="delayed: got true, but the state of comba"):
+        layer("comba")
+    with pytest.raises(ValueError, match="delayed: got true, needs a window"):
+        layer(conv_size=4)

@@ -12,12 +12,18 @@ from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from support.tiny_models import HYBRID, mixed_heads, mixed_table, tiny_mixture, tiny_student
+from support.tiny_models import HYBRID, READS_ALL, mixed_heads, mixed_table, tiny_mixture, tiny_student
 
 WINDOW, SINKS = 5, 2
 IDS = torch.randint(3, 97, (2, 3 * WINDOW + 6), generator=torch.Generator().manual_seed(7))
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-BESIDE: dict[str, Any] = {"mixer": "gated_deltanet+window", "window": WINDOW, "sinks": SINKS, "state_dtype": "float32"}
+BESIDE: dict[str, Any] = {
+    "mixer": "gated_deltanet+window",
+    "window": WINDOW,
+    "sinks": SINKS,
+    **READS_ALL,
+    "state_dtype": "float32",
+}
 
 
 @pytest.fixture(params=["llama", "gemma3_text", "deltaproduct"])

@@ -18,7 +18,8 @@ def test_alignment_trains_the_linear_heads_only() -> None:
     assert list(mixers(student)) == [0, 1, 3]
     train_for(student, Align(tokens=8192), seed=0)
     for name, parameter in student.named_parameters():
-        assert parameter.requires_grad == (".linear." in name), name
+        taught = any(f".{part}_proj." in name for part in "qkvo")
+        assert parameter.requires_grad == (".linear." in name and not taught), name
     assert mixers(tiny_mixture("llama", mixed_table("softmax", "window"))) == {}
 
 
@@ -26,15 +27,19 @@ def test_adapters_go_to_softmax_heads_and_windows() -> None:
     student = tiny_mixture("llama", mixed_mixture_table())
     targets = [name for name in lora_targets(student, "all") if ".self_attn" in name]
     projections = [f"{name}_proj" for name in "qkvo"]
-    places = ["0.self_attn.softmax", "1.self_attn.window", "2.self_attn", "3.self_attn.softmax"]
-    assert targets == [f"model.layers.{place}.{name}" for place in places for name in projections]
+    places = {"0.self_attn.softmax", "0.self_attn.linear", "1.self_attn.window", "2.self_attn", "3.self_attn.softmax"}
+    places |= {name.split("layers.")[1].rpartition(".")[0] for name in targets if ".linear." in name}
+    assert set(targets) == {f"model.layers.{place}.{name}" for place in places for name in projections}
+    in_full = lora_targets(student, "attention", in_full=True)
+    assert in_full == [name for name in targets if ".linear." not in name]
 
 
 def test_linear_heads_have_the_rate_of_mixers() -> None:
     student = tiny_mixture("qwen3", mixed_mixture_table())
     groups = {id(p): group["name"] for group in parameter_groups(student, Optimizer()) for p in group["params"]}
     for name, parameter in student.named_parameters():
-        assert groups[id(parameter)].startswith("mixer" if ".linear." in name else "rest"), name
+        taught = any(f".{part}" in name for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
+        assert groups[id(parameter)].startswith("mixer" if ".linear." in name and not taught else "rest"), name
 
 
 @pytest.mark.parametrize(("family", "rows"), [("llama", None), ("phi3", 24)])

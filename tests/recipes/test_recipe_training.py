@@ -56,7 +56,12 @@ def losses(rows: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
     return [(row["stage"], row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
-def test_align_lowers_the_error_of_every_layer_and_moves_mixers_only(workplace: Path, tmp_path: Path) -> None:
+NEW = (".a_proj", ".b_proj", ".g_proj", ".conv1d", ".decay", ".self_attn.norm", ".k_offset")
+"""What the teacher does not have."""
+ADAPTED = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")
+
+
+def test_align_lowers_the_error_of_every_layer_and_moves_what_is_new(workplace: Path, tmp_path: Path) -> None:
     rows = train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128 * 30}], log=NO_CHECKPOINTS)
     for layer in range(3):
         key = f"held_out.error.{layer}"
@@ -64,8 +69,7 @@ def test_align_lowers_the_error_of_every_layer_and_moves_mixers_only(workplace: 
     before, after = weights(workplace / "student"), weights(tmp_path / "run" / "final")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved
-    assert all(".self_attn." in name for name in moved)
-    assert len(moved) == sum(".self_attn." in name for name in before)
+    assert moved == {name for name in before if any(part in name for part in NEW)}
 
 
 @pytest.mark.usefixtures("real_plots")
@@ -110,8 +114,10 @@ def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "moving"),
     [
-        ({"train": "frozen"}, ("self_attn",)),
-        ({"train": "lora"}, ("self_attn", "mlp")),
+        ({"train": "frozen", "optimizer": {"mixer_lr": 6e-2}}, NEW),
+        ({"train": "frozen", "optimizer": {"mixer_lr": 3e-3, "projection_lr": 3e-3}}, ("self_attn",)),
+        ({"train": "lora", "optimizer": {"mixer_lr": 1e-2, "rest_lr": 1e-2}}, (*NEW, *ADAPTED, "mlp")),
+        ({"train": "lora", "optimizer": {"mixer_lr": 3e-3, "projection_lr": 3e-3}}, ("self_attn", "mlp")),
         ({"train": "full"}, ("self_attn", "mlp", "norm")),
         ({"train": "full", "hidden_weight": 0.5}, ("self_attn", "mlp", "norm")),
         ({"train": "full", "optimizer": {"name": "muon", "mixer_lr": 6e-3, "rest_lr": 2e-3}},
@@ -202,12 +208,15 @@ def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
         assert not torch.allclose(plain(ids).logits, merged, atol=1e-2)
 
 
-def test_adapters_go_to_mlps_and_kept_attention(tmp_path: Path) -> None:
+def test_adapters_go_to_mlps_and_all_attention(tmp_path: Path) -> None:
     make_workplace(tmp_path, layers=(0, 2))
     student = load_student(str(tmp_path / "student"), torch.float32)
     targets = lora_targets(student, "all")
     assert {name.split(".", 3)[3] for name in targets if ".1." in name} >= {"self_attn.q_proj", "mlp.up_proj"}
-    assert not any("self_attn" in name for name in targets if ".0." in name or ".2." in name)
+    own = [f"model.layers.{index}.self_attn.{name}_proj" for index in (0, 2) for name in "qkvo"]
+    assert [name for name in targets if "self_attn" in name and (".0." in name or ".2." in name)] == own
+    in_full = lora_targets(student, "all", in_full=True)
+    assert in_full == [name for name in targets if name not in own]
     assert list(mixers(student)) == [0, 2]
     assert lora_targets(student, "attention") == [name for name in targets if ".mlp." not in name]
 

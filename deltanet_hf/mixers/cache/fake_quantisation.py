@@ -60,7 +60,7 @@ def quantised_attention(
 
 
 def as_kept(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """k, v [B, T, HK, D] as a query's own group sees them, and keys and values [B, N * 32, HK, D] as later groups do."""
+    """k, v [B, T, HK, D] as queries of the same group see them, and [B, N * 32, HK, D] as those of later groups do."""
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
     return k, v, _seen(k.detach(), v.detach(), bits, key_order)
 

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -20,6 +20,7 @@ Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 ConvolvedParts = Literal["qkv", "k"]
+S = TypeVar("S", bound="MixerProjections")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class MixerProjections(MixerSettings):
         if self.output_gate_rank and not self.output_gate:
             got = f"{where}.output_gate_rank: got {self.output_gate_rank}"
             raise ValueError(f"{got}, expected 0 because output_gate is false")
+
+    def of_sliding_layer(self: S) -> S:
+        """The settings of a layer that slides in the teacher, which sees nothing of what has left its window."""
+        if not self.delayed:
+            return self
+        return replace(self, delayed=False, state_dtype="float32" if self.state_dtype == "float32" else "bfloat16")
 
 
 FAITHFUL: dict[str, Any] = {

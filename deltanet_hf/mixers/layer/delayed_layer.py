@@ -3,7 +3,7 @@
 `delayed_state.py` says what a query reads, and `delayed_window.py` what leaves the window. Beside the window's cache a
 layer keeps
 
-    state, ...     the rule's state; with `state_dtype` int8 its codes, rounded once a group, and state_scale of each row
+    state, ...     the rule's state; in int8 its codes, rounded once a group, and state_scale of each row
     gate_0, ...    the gates of the tokens in the window, bfloat16: token n in the place n % 32 (N + 1)
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.delayed_state import (
+    as_waiting,
     by_number,
     read_leaving,
     read_only,
@@ -59,10 +60,11 @@ def delayed(
         return reordered(output, place), {}
     branch = mixer.window_branch
     assert branch is not None
-    tokens, gates = branch.tokens(x, call), mixer.gates(x, call.padding)
+    tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(x, call.padding)))
     q, k, v = mixer.window_inputs(projected, position_embeddings)  # type: ignore[arg-type]
     left = leaving(branch, q, k, v, call, tokens)
-    numbers = tokens.numbers.long().expand(len(x), -1) - 1
+    kept = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
+    numbers = kept.numbers.long().expand(len(x), -1) - 1
     reads, state = _recalled(mixer, q, left, gates, call, numbers)
     if call.keep_state:
         state |= _waiting(call.state, gates, numbers, branch.places)
@@ -91,7 +93,7 @@ def _recalled(
     if call.cu_seqlens is not None:
         return read_packed(mixer.mix, inputs.in_one_row(), *size).view(*q.shape[:2], mixer.num_heads, -1), {}
     if left.base is None:
-        reads, memory = read_rows(mixer.mix, inputs, *size)
+        reads, memory = read_rows(mixer.mix_groups, inputs, *size, call.prompt_length)
     else:
         inputs = inputs._replace(
             gates=tuple(
@@ -99,7 +101,7 @@ def _recalled(
             ),
             state=None if before is None else _memory(mixer, before),
         )
-        reads, memory = read_leaving(mixer.mix, inputs, numbers, left.base, *size)
+        reads, memory = read_leaving(mixer.mix_groups, inputs, numbers, left.base, *size)
     return reads, _stored(mixer, memory)
 
 

@@ -57,35 +57,39 @@ def read_packed(mix: Mix, call: MixCall, groups: int, sinks: int) -> Tensor:
     return F.pad(output, (0, 0, 0, 0, 0, 1))[:, at_q].masked_fill(~reads[:, None, None], 0.0)
 
 
-def read_rows(mix: Mix, call: MixCall, groups: int, sinks: int) -> tuple[Tensor, State]:
-    """Whole sequences, one a row: the reads [B, T, HO, D], 0 where nothing has left the window, and the state after them.
+def read_rows(
+    read: Mix, call: MixCall, groups: int, sinks: int, prompt_length: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """The reads [B, T, HO, D] of whole sequences, one a row, 0 where nothing has left the window; and their state.
 
     Args:
-        mix: `Mixer.mix`.
+        read: `Mixer.mix_groups`.
         call: queries, keys, values and gates of the tokens, all by the tokens' own places.
         groups: N.
         sinks: first tokens, which are never written.
+        prompt_length: [1], see `LayerCall`.
     """
     hidden = groups * GROUP
     length = call.q.shape[1] - hidden
     if length <= 0:
         reads = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
         still = call._replace(gates=tuple(torch.zeros_like(gate) for gate in call.gates))
-        return reads, mix(still)[1] if call.keep_state else {}
-    left = (length - 1) // GROUP * GROUP  # before the last token's window
+        return reads, read(still)[1] if call.keep_state else {}
+    last = length - 1 if prompt_length is None else prompt_length - hidden - 1
+    left = last // GROUP * GROUP  # before the last token's window
     gates = tuple(written(gate[:, :length], sinks, left) for gate in call.gates)
     own = MixCall(call.q[:, hidden:], call.k[:, :length], call.v[:, :length], gates, None, None, call.keep_state)
-    output, state = read_groups(mix, own)
+    output, state = read(own)
     return F.pad(output, (0, 0, 0, 0, hidden, 0)), state
 
 
 def read_leaving(
-    mix: Mix, call: MixCall, numbers: Tensor, base: Tensor, groups: int, sinks: int
+    read: Mix, call: MixCall, numbers: Tensor, base: Tensor, groups: int, sinks: int
 ) -> tuple[Tensor, State]:
     """The reads [B, T, HO, D] of the next tokens of sequences, and the state after them.
 
     Args:
-        mix, groups, sinks: as in `read_rows`.
+        read, groups, sinks: as in `read_rows`.
         call: queries [B, T, ...] in any order; keys, values and gates [B, L, ...] by number; `state` is that
             before `base`, or None.
         numbers: of the queries [B, T], from 0; -1 at padding.
@@ -102,7 +106,7 @@ def read_leaving(
     at = at.where(reads_state, call.k.shape[1])
     q = call.q.new_zeros(len(call.q), call.k.shape[1] + 1, *call.q.shape[2:])
     q = q.scatter(1, at[:, :, None, None].expand_as(call.q), call.q)[:, :-1]
-    output, state = read_groups(mix, MixCall(q, call.k, call.v, gates, None, call.state, call.keep_state))
+    output, state = read(MixCall(q, call.k, call.v, gates, None, call.state, call.keep_state))
     return reordered(F.pad(output, (0, 0, 0, 0, 0, 1)), at).masked_fill(~reads_state[:, :, None, None], 0.0), state
 
 
@@ -130,6 +134,11 @@ def read_only(mix: Mix, q: Tensor, nothing: Tensor, gates: tuple[Tensor, ...], s
     return mix(MixCall(q, nothing, nothing, still, None, state))[0]
 
 
+def as_waiting(gate: Tensor) -> Tensor:
+    """A gate rounded as it waits, to bfloat16, with its own dtype and gradients."""
+    return gate + (gate.bfloat16().to(gate.dtype) - gate).detach()
+
+
 def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Tensor:
     """The gates [B, M, ...] of the last M = `places` tokens, token n in the place n % M; bfloat16.
 
@@ -142,7 +151,7 @@ def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Te
     room = new.new_zeros(len(new), places + 1, *new.shape[2:], dtype=torch.bfloat16)
     if old is not None:
         room[:, :places] = old
-    return room.scatter(1, _along(at, new), new.to(room.dtype))[:, :-1]
+    return room.scatter(1, _along(at, new), new.to(room.dtype))[:, :-1].contiguous()
 
 
 def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, base: Tensor, length: int) -> Tensor:
@@ -166,7 +175,7 @@ def _along(at: Tensor, x: Tensor) -> Tensor:
     return at.view(*at.shape, *[1] * (x.dim() - 2)).expand_as(x)
 
 
-def written(gate: Tensor, first: int, end: int) -> Tensor:
+def written(gate: Tensor, first: int, end: int | Tensor) -> Tensor:
     """A gate [B, T, ...] that leaves the state alone but for the tokens from `first` to `end`."""
     token = torch.arange(gate.shape[1], device=gate.device).view(-1, *[1] * (gate.dim() - 2))
     return gate.masked_fill((token < first) | (token >= end), 0.0)

@@ -57,11 +57,8 @@ def leaving(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCa
     count = own["count"].long() if own else q.new_zeros(len(q), dtype=torch.long)
     base = ((count - 1).clamp_min(0) // GROUP - branch.groups).clamp_min(0)
     one = q.shape[1] == 1 and own and call.padding is None and branch.groups > 0
-    if branch.cache_bits < 16:
-        made = _packed_step if one else _packed_part
-    else:
-        made = _step if one else _part
-    return made(branch, q, k, v, call, tokens, own, base)
+    forms = (_packed_step, _packed_part) if branch.cache_bits < 16 else (_step, _part)
+    return forms[0 if one else 1](branch, q, k, v, call, tokens, own, base)
 
 
 def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> Leaving:
@@ -69,7 +66,8 @@ def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall
         near, lse = branch.attend(q, k, v, call.cu_seqlens)
         state: State = {}
         if call.keep_state:
-            kept = KeptTokens(branch.places, branch.sinks, {}, tokens, cu_seqlens=call.cu_seqlens)
+            own = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
+            kept = KeptTokens(branch.places, branch.sinks, {}, own, cu_seqlens=call.cu_seqlens)
             kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
             state = kept.state
         return Leaving(near, lse, k, v, None, state)
@@ -77,7 +75,8 @@ def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall
     state = {}
     if call.keep_state:
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        prompt = PackPromptCall(k.detach(), v.detach(), branch.cache_bits, branch.groups, None, order)
+        rest = branch.cache_bits, branch.groups, call.prompt_length, order
+        prompt = PackPromptCall(k.detach(), v.detach(), *rest)
         cache, *seen = pack_prompt.unchecked(prompt)
         state = dict(zip(NAMES, cache.tensors, strict=True))
     else:

@@ -30,7 +30,11 @@ from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import DecayGate
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
-from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from deltanet_kernels import (
+    chunk_gated_delta_rule,
+    chunk_group_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+)
 from deltanet_kernels.arguments import Erase
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
@@ -127,6 +131,23 @@ class DeltaRule(Mixer):
             call = call._replace(state={"state": current(call.state, wide)})
         output, new = delta_rule(call, "float32", erase=self.erase)
         return output, self.stored(new.get("state"), call.v.dtype)
+
+    def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
+        """As in the base class, by an operator of its own for the rule of the module's docstring."""
+        if not self.is_gated_delta_rule or self.erase != "decayed":
+            return super().mix_groups(call)
+        g, beta = call.gates
+        output, new_state = chunk_group_gated_delta_rule(
+            call.q,
+            call.k,
+            call.v,
+            g,
+            beta,
+            initial_state=None if call.state is None else wide(call.state["state"], call.q),
+            output_final_state=call.keep_state,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return output, stored(new_state, self.settings.state_dtype)
 
     @property
     def late_writes(self) -> int:

@@ -26,6 +26,7 @@ class LayerCall:
     padding: Tensor | None  # [B, T] bool, True at padding
     cu_seqlens: Tensor | None  # [N + 1] boundaries of packed sequences over the B*T tokens
     view: CacheView | None = None  # where a server keeps the sequences of the call
+    prompt_length: Tensor | None = None  # [1] int64: as if the first tokens, as many, were all; what follows is padding
 
     @classmethod
     def of(

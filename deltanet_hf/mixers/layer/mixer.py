@@ -34,7 +34,7 @@ from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
-from deltanet_hf.mixers.layer.delayed_state import read_rows
+from deltanet_hf.mixers.layer.delayed_state import read_groups, read_rows
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
@@ -65,6 +65,8 @@ class Mixer(LayerKind, nn.Module):
         super().__init__()
         if settings.delayed and not self.may_delay:
             raise ValueError(f"delayed: got true, but the state of {self.name} reads every token as it comes")
+        if shape.family_window is not None:
+            settings = settings.of_sliding_layer()
         self.settings, self.layer_idx, self.head_dim = settings, layer_idx, shape.head_dim
         self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
         self.num_states = shape.num_v_heads
@@ -152,6 +154,10 @@ class Mixer(LayerKind, nn.Module):
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
         """The recurrence: outputs [B, T, HO, D], and the new state (empty unless `call.keep_state`)."""
         raise NotImplementedError
+
+    def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
+        """`mix` of tokens in groups of 32, in which queries of a group read the state before its writes."""
+        return read_groups(self.mix, call)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         """The recurrent state of one sequence."""
@@ -277,12 +283,9 @@ class Mixer(LayerKind, nn.Module):
         padding, state = call.padding, call.state
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
+        if self.delays:
+            return self.with_delayed_state(x, position_embeddings, call), None
         projected = self.project(x)
-        if self.window_branch is not None and self.window_branch.delayed:
-            output, new_state = delayed(self, x, projected, position_embeddings, call)
-            if call.cache is not None:
-                call.cache.advance(length, new_state)
-            return self.o_proj(output.flatten(-2)), None
         q, k, v = self.repeated(*projected)
         q, k, v, conv_tail = self.convolved(q, k, v, call)
         q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
@@ -302,12 +305,23 @@ class Mixer(LayerKind, nn.Module):
             call.cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
 
+    @property
+    def delays(self) -> bool:
+        """Whether the state holds what has left the window, and nothing else."""
+        return self.window_branch is not None and self.window_branch.delayed
+
+    def with_delayed_state(self, x: Tensor, position_embeddings: PositionEmbeddings | None, call: LayerCall) -> Tensor:
+        """x [B, T, hidden], zeros at padding -> [B, T, hidden], with such a state (`delayed_layer.py`)."""
+        output, new_state = delayed(self, x, self.project(x), position_embeddings, call)
+        if call.cache is not None:
+            call.cache.advance(x.shape[1], new_state)
+        return self.o_proj(output.flatten(-2))  # type: ignore[no-any-return]
+
     def reads(self, call: MixCall) -> Tensor:
         """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
-        branch = self.window_branch
-        if branch is not None and branch.delayed:
-            return read_rows(self.mix, call, branch.groups, branch.sinks)[0]
-        return self.mix(call)[0]
+        if self.window_branch is None or not self.delays:
+            return self.mix(call)[0]
+        return read_rows(self.mix_groups, call, self.window_branch.groups, self.window_branch.sinks)[0]
 
     def activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] with the keys' offset and the activations."""

@@ -81,8 +81,7 @@ class WindowBranch(Part):
         self.window, self.sinks = settings.window, settings.sinks
         if shape.family_window is not None:  # the teacher's own sliding window loses the sinks too
             self.window, self.sinks = min(settings.window, shape.family_window), 0
-        # A sliding teacher sees nothing of what has left its window; there the state goes on reading all tokens.
-        self.delayed, self.edge = settings.delayed and shape.family_window is None, 1
+        self.delayed, self.edge = settings.delayed, 1
         if self.delayed:  # whole groups before a query's own
             self.edge, self.window = GROUP, cdiv(self.window - 1, GROUP) * GROUP + 1
         self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None

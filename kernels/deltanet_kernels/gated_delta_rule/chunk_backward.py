@@ -126,7 +126,8 @@ def chunk_backward(
                 joint_gradients_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
                 scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
-                **flags, **plan.form, NORM=norm, GATE=gate, SIGMOID=sigmoid, num_warps=4, num_stages=1, maxnreg=255,
+                **flags, **plan.form, NORM=norm, GATE=gate, SIGMOID=sigmoid, GROUPS=False, num_warps=4, num_stages=1,
+                maxnreg=255,
             )  # fmt: skip
         else:
             dG = q.new_empty(HV, B * T, dtype=torch.float32)
@@ -134,13 +135,13 @@ def chunk_backward(
                 pair_gradients_kernel, chunks.count * HV,
                 k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
                 *strides[3:], *v.stride()[:3], **sizes, **flags, **plan.form, BV=config.pair_BV, SIGMOID=sigmoid,
-                num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
+                GROUPS=False, num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
             )  # fmt: skip
             launch(
                 input_gradients_kernel, chunks.count * k.shape[2],
                 q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of,
                 T, B * T, *strides, **sizes, **flags, **plan.form, NORM=norm, BV=config.input_BV, GATE=gate,
-                num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
+                GROUPS=False, num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
             )  # fmt: skip
     zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)

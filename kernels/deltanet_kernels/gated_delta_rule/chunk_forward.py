@@ -98,7 +98,7 @@ def _fake_chunk_forward(call: ChunkForward):
     )
 
 
-def _scores_and_inverse(inputs: ChunkInputs, plan: LaunchPlan) -> ChunkTensors:
+def scores_and_inverse(inputs: ChunkInputs, plan: LaunchPlan) -> ChunkTensors:
     """The tensors of every chunk; L, as large as two of T, is freed on return."""
     config = plan.config
     if plan.serving(SCORES, inputs.q, inputs.k) is HOPPER_SOLVE:
@@ -121,7 +121,7 @@ def _forward(call: ChunkForward) -> tuple[Any, ...]:
     config, chunks, flags = plan.config, plan.chunks, plan.flags
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     HO = max(HQ, HV)
-    P, Tm, factors, bounds = _scores_and_inverse(
+    P, Tm, factors, bounds = scores_and_inverse(
         ChunkInputs(q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, segments > 1, erase), plan
     )
 

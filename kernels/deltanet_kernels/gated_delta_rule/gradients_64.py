@@ -11,6 +11,9 @@ factors are applied afterwards:
 so that rowsum(k dK_read) and rowsum(k dK_kept) for dG come from the same products. Z and E go through memory (the
 cache): their transposes are required, and Triton miscompiles products with a transposed accumulator. With heads of 128
 the same registers hold half as much of a tile, and the spills cost more than the single kernel saves.
+
+GROUPS: queries read the state before their group of 32 tokens (../group_rule/gradients_queries.py). P is not in memory
+then: Q K^T is one more product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,6 +30,7 @@ from deltanet_kernels.gated_delta_rule.row_factors import (
     gamma_of,
     load_G,
     load_G_before,
+    middle_decays,
     output_factors,
     row_after,
     row_factors,
@@ -48,7 +52,8 @@ def joint_gradients_kernel(
     v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    GATE: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, GROUPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, head)."""
     pid = tl.program_id(0)
@@ -81,7 +86,8 @@ def joint_gradients_kernel(
     do_tile = load_tile(o_at, mV, FULL)
     vn_tile = load_tile(vn + value_at, mV, FULL)
     dw_tile = load_tile(dw + value_at, mV, FULL)
-    P_tile = tl.load(P + square)
+    if not GROUPS:
+        P_tile = tl.load(P + square)
     k_tile = load_tile(k_at, mK, FULL)
     b_i, _, _, r_i = row_factors(of_state, at_row, i, live, FULL)
     G_i, s_i, fade = load_G(factors + at_row, plane, i, valid, FULL, PRECISION)
@@ -94,9 +100,21 @@ def joint_gradients_kernel(
     else:
         db = tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
     S = load_tile(h + state_at, mS, FULL)
-    Y = tl.where(strict, dP * P_tile.to(tl.float32), 0.0)
+    if GROUPS:
+        until, _, _ = middle_decays(factors + at_row, plane, i, valid, FULL)
+        late = tl.where(i >= 32, _row(of_output, at_row, i, live, 2, FULL), 0.0)
+        dP *= late[:, None] * (until * r_i)[None, :]
+        tl.store(Z + square, dP.to(dtype))
+        Y = dP * tl.dot(load_tile(q_at, mK, FULL), tl.trans(k_tile), input_precision=PRECISION)
+        # Token 31 has no gate until the boundary; left out, it cannot blur a small gradient.
+        Y = tl.where(i[None, :] < 31, Y, 0.0)
+        dG_seen = tl.where(i == 31, tl.sum(Y), -tl.sum(Y, axis=0))
+        Y = tl.zeros_like(Y)
+    else:
+        Y = tl.where(strict, dP * P_tile.to(tl.float32), 0.0)
     D = tl.where(s_i[:, None] == s_i[None, :], tl.exp(-tl.abs(G_i[:, None] - G_i[None, :])), 0.0) * r_i[None, :]
-    tl.store(Z + square, tl.where(i[:, None] >= i[None, :], dP * D * (f_i * scale)[:, None], 0.0).to(dtype))
+    if not GROUPS:
+        tl.store(Z + square, tl.where(i[:, None] >= i[None, :], dP * D * (f_i * scale)[:, None], 0.0).to(dtype))
     if READ:
         db = tl.sum(tl.where(i[:, None] == i[None, :], dL, 0.0), axis=1)
         if UNDECAYED:
@@ -142,6 +160,8 @@ def joint_gradients_kernel(
     dQ = tl.dot(do_tile, S, input_precision=PRECISION) * read_i[:, None]
     tl.debug_barrier()  # Z and E are written
     dG_read = tl.sum(q_tile.to(tl.float32) * dQ, axis=1)
+    if GROUPS:
+        dG_read = tl.where(i == 31, tl.sum(tl.where(i >= 32, dG_read, 0.0), axis=0), 0.0) + dG_seen
     dQ = tl.dot(tl.load(Z + square), k_tile, dQ, input_precision=PRECISION)
     dq_at = dq + (flat * H + head) * K + (i[:, None] * (H * K) + d[None, :])
     store_tile(dq_at, raw_gradient(q_tile, dQ, f_i, NORM), mK, FULL)

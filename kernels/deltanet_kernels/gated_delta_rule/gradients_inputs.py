@@ -2,6 +2,13 @@
 
 states_backward.py has the formulas. V', dW, S, dS, Z and E are in memory, so that what remains is matrix products with
 few accumulators, and two programs share a multiprocessor.
+
+GROUPS: queries read the state before their group of 32 tokens, and ../group_rule/gradients_queries.py computes dQ. Of
+the queries in the second half of a chunk of 64 only R = scale Q_1^T dO_1 is needed here, the gradient that they add to
+the state between the halves (../group_rule/query_sums.py, or computed here where no query heads share a state):
+
+    dK += X R^T,  X = e^{G_31 - G} V' in the first half;  dG -= rowsum(k (X R^T))
+    dG_31 += e^{G_31} <R, S> + sum(k (X R^T))
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,7 +20,13 @@ import triton.language as tl
 from deltanet_kernels.common.sequences import locate_chunk
 from deltanet_kernels.common.tiles import load_tile, store_tile
 from deltanet_kernels.gated_delta_rule.gradients_raw import raw_gradient, store_gate_gradient
-from deltanet_kernels.gated_delta_rule.row_factors import output_factors, row_after, row_factors, state_factors
+from deltanet_kernels.gated_delta_rule.row_factors import (
+    middle_decays,
+    output_factors,
+    row_after,
+    row_factors,
+    state_factors,
+)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -23,12 +36,16 @@ def input_gradients_kernel(
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    GATE: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head)."""
-    HO: tl.constexpr = HQ if HQ > HV else HV
+    """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head).
+
+    GROUPS: dK and dg alone, over the state heads; if HQ > HV, Z is R [chunks, C / 32, HV, V, K] and q and do are not
+    read.
+    """
+    HO: tl.constexpr = HV if GROUPS or HQ < HV else HQ
     GROUP: tl.constexpr = HO // HV
-    READS: tl.constexpr = HO // HQ
+    READS: tl.constexpr = 1 if GROUPS else HO // HQ
     SHARE: tl.constexpr = HO // H
     pid = tl.program_id(0)
     key_head = pid % H
@@ -55,27 +72,32 @@ def input_gradients_kernel(
         head = out // GROUP
         own = (flat * HV + head) * V
         state = (c.to(tl.int64) * HV + head) * (K * V)
-        q_base = q + row * q_row + (out // READS).to(tl.int64) * q_head + first * q_token
-        q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
-        Z_tile = tl.load(Z + (c.to(tl.int64) * HO + out) * (C * C) + square)
+        if not GROUPS:
+            q_base = q + row * q_row + (out // READS).to(tl.int64) * q_head + first * q_token
+            q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
+            Z_tile = tl.load(Z + (c.to(tl.int64) * HO + out) * (C * C) + square)
 
-        do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
-        dQ = tl.zeros([C, BK], dtype=tl.float32)
-        for i_v in range(0, V, BV):
-            e = i_v + tl.arange(0, BV)
-            do_tile = load_tile(do_base + (i[:, None] * o_token + e[None, :]), live[:, None] & (e < V)[None, :], FULL)
-            S = load_tile(h + state + (e[:, None] * K + d[None, :]), (e < V)[:, None] & md[None, :], FULL)
-            dQ = tl.dot(do_tile.to(dtype), S.to(dtype), dQ, input_precision=PRECISION)
-        f_i, read, _, _ = row_factors(output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL)
-        dQ *= read[:, None]
-        dG_read = tl.sum(q_tile.to(tl.float32) * dQ, axis=1)
-        dQ = tl.dot(Z_tile, k_tile, dQ, input_precision=PRECISION)
-        if READS > 1:
-            dQ += tl.where(x % READS == 0, 0.0, dq_acc)
-            dq_acc = dQ
-        if x % READS == READS - 1:
-            dq_at = dq + (flat * HQ + out // READS) * K + (i[:, None] * (HQ * K) + d[None, :])
-            store_tile(dq_at, raw_gradient(q_tile, dQ, f_i, NORM), mK, FULL)
+            do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
+            dQ = tl.zeros([C, BK], dtype=tl.float32)
+            for i_v in range(0, V, BV):
+                e = i_v + tl.arange(0, BV)
+                do_tile = load_tile(
+                    do_base + (i[:, None] * o_token + e[None, :]), live[:, None] & (e < V)[None, :], FULL
+                )
+                S = load_tile(h + state + (e[:, None] * K + d[None, :]), (e < V)[:, None] & md[None, :], FULL)
+                dQ = tl.dot(do_tile.to(dtype), S.to(dtype), dQ, input_precision=PRECISION)
+            f_i, read, _, _ = row_factors(
+                output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL
+            )
+            dQ *= read[:, None]
+            dG_read = tl.sum(q_tile.to(tl.float32) * dQ, axis=1)
+            dQ = tl.dot(Z_tile, k_tile, dQ, input_precision=PRECISION)
+            if READS > 1:
+                dQ += tl.where(x % READS == 0, 0.0, dq_acc)
+                dq_acc = dQ
+            if x % READS == READS - 1:
+                dq_at = dq + (flat * HQ + out // READS) * K + (i[:, None] * (HQ * K) + d[None, :])
+                store_tile(dq_at, raw_gradient(q_tile, dQ, f_i, NORM), mK, FULL)
 
         if x % GROUP == 0:
             at_row = head.to(tl.int64) * tokens + flat
@@ -85,18 +107,47 @@ def input_gradients_kernel(
             SdS = 0.0
             k_read = tl.zeros([C], dtype=tl.float32)
             k_kept = tl.zeros([C], dtype=tl.float32)
+            if GROUPS and C == 64:
+                until, first_half, _ = middle_decays(factors + at_row, plane, i, valid, FULL)
+                _, _, _, r_i = row_factors(state_factors(factors, plane), at_row, i, live, FULL)
+                k_seen = tl.zeros([C], dtype=tl.float32)
+                RS = 0.0
+                if HQ <= HV:
+                    _, _, weight, _ = row_factors(output_factors(factors, plane), at_row, i, live, FULL)
+                    q_from = q + row * q_row + (head // (HV // HQ)).to(tl.int64) * q_head + first * q_token
+                    q_tile = load_tile(q_from + (i[:, None] * q_token + d[None, :]), mK, FULL)
+                    do_from = do + row * o_row + head.to(tl.int64) * o_head + first * o_token
             for i_v in range(0, V, BV):
                 e = i_v + tl.arange(0, BV)
                 mS = (e < V)[:, None] & md[None, :]
                 mV = live[:, None] & (e < V)[None, :]
                 at = own + (i[:, None] * (HV * V) + e[None, :])
-                state_at = state + (e[:, None] * K + d[None, :])
+                tile = e[:, None] * K + d[None, :]
+                state_at = state + tile
                 S = load_tile(h + state_at, mS, FULL)
                 dS = load_tile(dh + state_at, mS, FULL)
                 if READ:
                     dw_tile = load_tile(dw + at, mV, FULL)
                 vn_tile = load_tile(vn + at, mV, FULL)
                 SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
+                if GROUPS and C == 64:
+                    if HQ > HV:
+                        R = load_tile(Z + ((2 * c + 1).to(tl.int64) * HV + head) * (K * V) + tile, mS, FULL)
+                    else:
+                        do_at = do_from + (i[None, :] * o_token + e[:, None])
+                        do_tile = load_tile(do_at, (e < V)[:, None] & live[None, :], FULL).to(tl.float32)
+                        do_tile = (do_tile * tl.where(i >= 32, weight, 0.0)[None, :]).to(dtype)
+                        R = tl.dot(do_tile, q_tile, input_precision=PRECISION)
+                    RS += tl.sum(R * S.to(tl.float32))
+                    R = R.to(dtype)
+                    X = vn_tile.to(tl.float32) * (until * r_i)[:, None]
+                    if HQ > HV:
+                        dK = tl.dot(X.to(dtype), R, dK, input_precision=PRECISION)
+                        k_seen += tl.sum(X * tl.dot(k_tile, tl.trans(R), input_precision=PRECISION), axis=1)
+                    else:  # not the transpose of a computed tile
+                        XR = tl.dot(X.to(dtype), R, input_precision=PRECISION)
+                        k_seen += tl.sum(k_tile.to(tl.float32) * XR, axis=1)
+                        dK += XR
                 # k (dU S^T) as dU (k S): the sums over K would keep another [C, K] tile alive.
                 S = S.to(dtype)
                 if READ:
@@ -115,14 +166,19 @@ def input_gradients_kernel(
             fade = tl.where(tl.load(last + plane) > 0.0, 0.0, tl.exp(tl.load(last)))
             dG_last = tl.sum(kept, axis=0) + fade * SdS
             dG = k_read - kept + tl.where(i == valid - 1, dG_last, 0.0)
+            if GROUPS and C == 64:
+                # Token 31 has no gate until the boundary; left out, it cannot blur a small gradient.
+                k_seen = tl.where(i < 31, k_seen, 0.0)
+                dG += tl.where(i == 31, first_half * RS + tl.sum(k_seen, axis=0), -k_seen)
             dG += load_tile(dG_in + at_row + i, live, FULL)
             if READ:
                 E_tile = tl.load(E + (c.to(tl.int64) * HV + head) * (C * C) + square)
                 dK = tl.dot(E_tile, k_tile, dK, input_precision=PRECISION)
                 dK = tl.dot(tl.trans(E_tile), k_tile, dK, input_precision=PRECISION)
             dk_acc = dK if SHARE == 1 else dk_acc + dK
-        dk_acc = tl.dot(tl.trans(Z_tile), q_tile, dk_acc, input_precision=PRECISION)
-        dG += dG_read
+        if not GROUPS:
+            dk_acc = tl.dot(tl.trans(Z_tile), q_tile, dk_acc, input_precision=PRECISION)
+            dG += dG_read
 
         if x % GROUP == GROUP - 1:
             dg_i = tl.cumsum(tl.where(live, dG, 0.0), axis=0, reverse=True)

@@ -1,7 +1,7 @@
 """Chunked gated delta rule, backward: gradients of the terms between two tokens of a chunk, all chunks in parallel.
 
 Writes dV, dbeta, and Z, E and dG for gradients_inputs.py. states_backward.py has the formulas. E is not written
-without an erase term.
+without an erase term, and with GROUPS (gradients_inputs.py) neither Z nor what the scores contribute to dG.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -32,11 +32,11 @@ def pair_gradients_kernel(
     v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dV, dbeta, Z, E and dG [HV, B*T]; one program per (chunk, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
-    GROUP: tl.constexpr = HO // HV
+    GROUP: tl.constexpr = 0 if GROUPS else HO // HV
     pid = tl.program_id(0)
     head = pid % HV
     c = pid // HV
@@ -101,23 +101,24 @@ def pair_gradients_kernel(
     else:
         X_row = tl.zeros([C], dtype=tl.float32)
         dG = tl.zeros([C], dtype=tl.float32)
-    for m in range(GROUP):
-        out = head * GROUP + m
-        if GROUP > 1:
-            dP = tl.zeros([C, C], dtype=tl.float32)
-            for i_v in range(0, V, BV):
-                e = i_v + tl.arange(0, BV)
-                mV = live[:, None] & (e < V)[None, :]
-                vn_tile = load_tile(vn + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(dtype)
-                do_tile = load_tile(o_base + m * o_head + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
-                dP = tl.dot(do_tile, tl.trans(vn_tile), dP, input_precision=PRECISION)
-        tile = (c.to(tl.int64) * HO + out) * (C * C) + square
-        if GROUP > 1:
-            P_tile = tl.load(P + tile)
-        Y = tl.where(strict, dP * P_tile.to(tl.float32), 0.0)
-        dG += tl.sum(Y, axis=1) - tl.sum(Y, axis=0)
-        f_i, _, _, _ = row_factors(output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL)
-        tl.store(Z_out + tile, (dP * D * (f_i * scale)[:, None]).to(dtype))
+    if not GROUPS:
+        for m in range(GROUP):
+            out = head * GROUP + m
+            if GROUP > 1:
+                dP = tl.zeros([C, C], dtype=tl.float32)
+                for i_v in range(0, V, BV):
+                    e = i_v + tl.arange(0, BV)
+                    mV = live[:, None] & (e < V)[None, :]
+                    vn_tile = load_tile(vn + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(dtype)
+                    do_tile = load_tile(o_base + m * o_head + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
+                    dP = tl.dot(do_tile, tl.trans(vn_tile), dP, input_precision=PRECISION)
+            tile = (c.to(tl.int64) * HO + out) * (C * C) + square
+            if GROUP > 1:
+                P_tile = tl.load(P + tile)
+            Y = tl.where(strict, dP * P_tile.to(tl.float32), 0.0)
+            dG += tl.sum(Y, axis=1) - tl.sum(Y, axis=0)
+            f_i, _, _, _ = row_factors(output_factors(factors, plane), out.to(tl.int64) * tokens + flat, i, live, FULL)
+            tl.store(Z_out + tile, (dP * D * (f_i * scale)[:, None]).to(dtype))
     tl.store(dG_out + head.to(tl.int64) * tokens + flat + i, dG, mask=live)
 
     if SIGMOID:

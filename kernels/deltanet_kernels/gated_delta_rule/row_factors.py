@@ -6,7 +6,8 @@ One tensor [6 HV + 4 HO, B*T], head first. With plane = HV * B * T elements per 
     offset plane        s [HV, B*T]
     offset 2 plane      per token and state head, side by side: beta, -gamma beta r, rev r, r. The second is what a
                         prediction reads the state with, with the gamma of the token before if it is undecayed
-    offset 6 plane      per token and output head, side by side: 1/|q|, scale gamma / |q|, and two unused numbers
+    offset 6 plane      per token and output head, side by side: 1/|q|, scale gamma / |q|, and two unused numbers.
+                        ../group_rule/ has its own gamma there, and scale / |q| third
 
 The package docstring defines the symbols.
 """
@@ -90,6 +91,21 @@ def load_G_before(rows, plane, i, valid, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def middle_decays(rows, plane, i, valid, FULL: tl.constexpr):
+    """Decays around the boundary after the first 32 tokens of a chunk of 64 (../group_rule/).
+
+    From each of these tokens to the boundary, 0 for later rows; over the first 32 tokens; over the others.
+    """
+    last = rows + valid - 1
+    middle = rows + tl.minimum(valid, 32) - 1
+    G, s = load_tile(rows + i, i < valid, FULL), load_tile(rows + plane + i, i < valid, FULL)
+    G_middle, s_middle = tl.load(middle), tl.load(middle + plane)
+    until = tl.where((i < 32) & (s == s_middle), tl.exp(tl.minimum(G_middle - G, 0.0)), 0.0)
+    second = tl.where(tl.load(last + plane) > s_middle, 0.0, tl.exp(tl.minimum(tl.load(last) - G_middle, 0.0)))
+    return until, gamma_of(G_middle, s_middle), second
+
+
+@triton.jit
 def row_after(x, i):
     """Element i of the result is element i + 1 of x; the last is 0."""
     return tl.sum(tl.where(i[:, None] + 1 == i[None, :], x[None, :], 0.0), axis=1)
@@ -141,13 +157,15 @@ class ChunkInputs(NamedTuple):
     bound: bool
     """Also compute the bounds, which cutting sequences into segments requires."""
     erase: str = "decayed"
+    scores: bool = True
+    """Without, P and the factors of the output heads are left as they are."""
 
 
 class ChunkTensors(NamedTuple):
     """The tensors that every later stage reads: the result of scores.py with solve.py, or of hopper/solve.py."""
 
     P: torch.Tensor
-    """Decayed and scaled scores within a chunk [chunks, HO, C, C], dtype of the keys."""
+    """Decayed and scaled scores within a chunk [chunks, HO, C, C], dtype of the keys; empty without scores."""
     T: torch.Tensor | None
     """(I + L)^-1 [chunks, HV, C, C], dtype of the keys; None if L is 0."""
     factors: torch.Tensor
@@ -156,10 +174,10 @@ class ChunkTensors(NamedTuple):
     """Upper bound of the log of each chunk's gain on the state [chunks, HV], float32; None unless requested."""
 
 
-def empty_scores(
-    k: torch.Tensor, HV: int, HO: int, chunks: Chunks, bound: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV] (None unless `bound`)."""
-    P = k.new_empty(chunks.count, HO, chunks.size, chunks.size)
+def empty_scores(inputs: ChunkInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV]; see `ChunkTensors`."""
+    k, chunks, HV = inputs.k, inputs.chunks, inputs.g.shape[2]
+    HO = max(inputs.q.shape[2], HV)
+    P = k.new_empty((chunks.count, HO, chunks.size, chunks.size) if inputs.scores else (0,))
     factors = k.new_empty(6 * HV + 4 * HO, k.shape[0] * k.shape[1], dtype=torch.float32)
-    return P, factors, k.new_empty(chunks.count, HV, dtype=torch.float32) if bound else None
+    return P, factors, k.new_empty(chunks.count, HV, dtype=torch.float32) if inputs.bound else None

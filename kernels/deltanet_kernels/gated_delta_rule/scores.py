@@ -53,8 +53,8 @@ def scores_kernel(
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
-    BOUND: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BOUND: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, SCORES: tl.constexpr, VARLEN: tl.constexpr,
+    FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute P, L, the row factors and the bound; one program per (chunk, output head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -69,9 +69,11 @@ def scores_kernel(
     d = tl.arange(0, BK)
     live = i < valid
     mK = live[:, None] & (d < K)[None, :]
-    q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
+    if SCORES:
+        q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
-    q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
+    if SCORES:
+        q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
     k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
     log_decay, closed, b = _gates(g, beta, A_log, dt_bias, (flat + i) * HV + head, live, head, GATE, SIGMOID)
     G = tl.cumsum(log_decay, axis=0)
@@ -82,7 +84,8 @@ def scores_kernel(
     f = tl.zeros([C], dtype=tl.float32) + 1.0
     r = tl.zeros([C], dtype=tl.float32) + 1.0
     if NORM:
-        f = row_norm_factor(q_tile)
+        if SCORES:
+            f = row_norm_factor(q_tile)
         r = row_norm_factor(k_tile)
     gamma_erase = gamma
     if UNDECAYED:
@@ -120,20 +123,23 @@ def scores_kernel(
                     longer = tl.log(tl.abs(1.0 - b * r * r * tl.sum(wide * wide, axis=1)))
                     bound = G_last + tl.sum(tl.where(longer <= 0.0, 0.0, longer), axis=0)
                 tl.store(at_bound, tl.where(s_last > 0.0, -float("inf"), bound))
-    reads = factors + (6 * plane + 4 * (out.to(tl.int64) * tokens + flat))
-    tl.store(reads + 4 * i, f, mask=live)
-    tl.store(reads + 4 * i + 1, f * scale * gamma, mask=live)
+    if SCORES:
+        reads = factors + (6 * plane + 4 * (out.to(tl.int64) * tokens + flat))
+        tl.store(reads + 4 * i, f, mask=live)
+        tl.store(reads + 4 * i + 1, f * scale * gamma, mask=live)
     if PRECISION == "tf32":
         G -= 128.0 * s
         s = tl.zeros_like(s)
         if UNDECAYED:
             G_before -= 128.0 * s_before
             s_before = tl.zeros_like(s_before)
-    P = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if SCORES:
+        P = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     D = decay_between(G, s, i[:, None] >= i[None, :]) * r[None, :]
     square = i[:, None] * C + i[None, :]
-    P *= D * (f * scale)[:, None]
-    tl.store(P_out + (c.to(tl.int64) * HO + out) * (C * C) + square, P.to(P_out.dtype.element_ty))
+    if SCORES:
+        P *= D * (f * scale)[:, None]
+        tl.store(P_out + (c.to(tl.int64) * HO + out) * (C * C) + square, P.to(P_out.dtype.element_ty))
     if READ:  # noqa: SIM102 (known when compiling; the next is not)
         if out % (HO // HV) == 0:
             if UNDECAYED:
@@ -150,23 +156,22 @@ def scores(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """P [chunks, HO, C, C], L [chunks, HV, C, C] in float32, the row factors, and the bounds (None unless requested).
 
-    L is empty where it is 0. Reads q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and contiguous g, beta
-    [B, T, HV].
+    L is empty where it is 0, P without scores. Reads q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and
+    contiguous g, beta [B, T, HV].
     """
-    q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound, erase = inputs
-    B, T, HQ, K = q.shape
-    HV = g.shape[2]
-    HO = max(HQ, HV)
-    P, factors, bounds = empty_scores(k, HV, HO, chunks, bound)
+    q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound, erase, with_scores = inputs
+    (B, T, _, K), HV = k.shape, g.shape[2]
+    HQ = q.shape[2] if with_scores else HV
+    P, factors, bounds = empty_scores(inputs)
     flags = erase_flags(erase)
     square = (chunks.count, HV, chunks.size, chunks.size) if flags["READ"] else (0,)
     L = k.new_empty(square, dtype=torch.float32)
     if chunks.count:
         launch(
-            scores_kernel, chunks.count * HO,
+            scores_kernel, chunks.count * max(HQ, HV),
             q, k, g, beta, A_log, dt_bias, factors, P, L, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
             chunks.first_chunk, scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K,
             BK=power_of_two(K), C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, BOUND=bound,
-            **flags, VARLEN=chunks.varlen, FULL=full, PRECISION=precision, num_warps=num_warps,
+            **flags, SCORES=with_scores, VARLEN=chunks.varlen, FULL=full, PRECISION=precision, num_warps=num_warps,
         )  # fmt: skip
     return P, L, factors, bounds

@@ -13,6 +13,9 @@ the copies of dW, V', K, then S, dS at its beginning, and those of dO, P, Q into
 product with dS and dW is done. The 160 KiB of a chunk thus fit into 112, and two programs of four warps share a
 multiprocessor, one waiting for memory while the other computes. Results are stored through shared memory too, in rows
 of 16 bytes per thread. tiles.py has the layouts and the rule for fences between tensor cores and threads.
+
+GROUPS: queries read the state before their group of 32 tokens, as in ../gradients_inputs.py. P is not in memory then:
+Q K^T is one more product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -80,6 +83,7 @@ def gradients_128_kernel(
     q_row, q_token: gl.constexpr, q_head, k_row, k_token: gl.constexpr, k_head, o_row, o_token: gl.constexpr, o_head,
     v_row, v_token: gl.constexpr, v_head,
     H: gl.constexpr, HV: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr, SIGMOID: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, value head)."""
     bf16: gl.constexpr = gl.bfloat16
@@ -178,7 +182,8 @@ def gradients_128_kernel(
     P_s = squares.index(0)
     E_s = squares.index(1)
     copy(do_s, tile_at(do + (row * o_row + head.to(gl.int64) * o_head + first * o_token), o_token, 64, 128))
-    copy(P_s, tile_at(P + square, 64, 64, 64))
+    if not GROUPS:
+        copy(P_s, tile_at(P + square, 64, 64, 64))
     copy(q_s, tile_at(q + (row * q_row + key_head * q_head + first * q_token), q_token, 64, 128))
     async_copy.commit_group()
     E_s.store(E)
@@ -199,20 +204,38 @@ def gradients_128_kernel(
     arrived(0)
     dP = warpgroup_mma(do_s, vn_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
     dQ = warpgroup_mma(do_s, S_s, zeros(128), use_acc=False, is_async=True)
-    P_tile = P_s.load(SQUARE).to(f32)
-    dP = warpgroup_mma_wait(1, deps=(dP,))
-    Y = gl.where(strict, dP * P_tile, 0.0)
-    dG_row += gl.sum(Y, axis=1)
-    dG_row -= gl.convert_layout(gl.sum(Y, axis=0), ROWS)
-    decay = _decay(G_i, r_i, tril)
     Z_s = P_s
-    Z_s.store((dP * decay * (f_i * scale)[:, None]).to(bf16))
-    dQ = warpgroup_mma_wait(0, deps=(dQ,))
+    if GROUPS:
+        QK = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
+        G_middle = gl.load(factors + at_row + 31) - 128.0 * gl.load(factors + at_row + plane + 31)
+        early = gl.where(i < 32, gl.exp(gl.minimum(G_middle - G_i, 0.0)) * r_i, 0.0)
+        late = gl.where(i >= 32, gl.load(of_output + 4 * i + 2), 0.0)
+        dP = warpgroup_mma_wait(2, deps=(dP,))
+        Z = dP * late[:, None] * gl.convert_layout(early, COLUMNS)[None, :]
+        Z_s.store(Z.to(bf16))
+        dQ, QK = warpgroup_mma_wait(0, deps=(dQ, QK))
+        # Token 31 has no gate until the boundary; left out, it cannot blur a small gradient.
+        Y = gl.where(j[None, :] < 31, Z * QK, 0.0)
+        dG_row -= gl.convert_layout(gl.sum(Y, axis=0), ROWS)
+        Y_row = gl.sum(Y, axis=1)
+    else:
+        P_tile = P_s.load(SQUARE).to(f32)
+        dP = warpgroup_mma_wait(1, deps=(dP,))
+        Y = gl.where(strict, dP * P_tile, 0.0)
+        dG_row += gl.sum(Y, axis=1)
+        dG_row -= gl.convert_layout(gl.sum(Y, axis=0), ROWS)
+        decay = _decay(G_i, r_i, tril)
+        Z_s.store((dP * decay * (f_i * scale)[:, None]).to(bf16))
+        dQ = warpgroup_mma_wait(0, deps=(dQ,))
     fence_async_shared()
     barrier()
     dQ *= _wide(read_i)
     q_tile = q_s.load(WIDE).to(f32)
-    dG_row += _row_sum(q_tile * dQ)
+    if GROUPS:
+        second = gl.where(i >= 32, Y_row + _row_sum(q_tile * dQ), 0.0)
+        dG_row += gl.where(i == 31, gl.sum(second, axis=0), 0.0)
+    else:
+        dG_row += _row_sum(q_tile * dQ)
     dQ = warpgroup_mma(Z_s, k_s, dQ, is_async=True)
     dK = warpgroup_mma(E_s, k_s, dK, is_async=True)
     dK = warpgroup_mma(E_s.permute((1, 0)), k_s, dK, is_async=True)

@@ -75,14 +75,15 @@ def launch_solve(inputs: ChunkInputs) -> ChunkTensors:
     q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound, *_ = inputs
     B, T, H, K = k.shape
     HV = g.shape[2]
-    P, factors, bounds = empty_scores(k, HV, HV, chunks, bound)
-    inverse = P.new_empty(P.shape)
+    P, factors, bounds = empty_scores(inputs)
+    inverse = k.new_empty(chunks.count, HV, chunks.size, chunks.size)
     if chunks.count:
         launch(
             solve_kernel(), chunks.count * H,
             q, k, g, beta, A_log, dt_bias, factors, P, inverse, bounds, scale, T, B * T,
             *q.stride()[:3], *k.stride()[:3], H=H, HV=HV, K=K, NORM=norm, GATE=A_log is not None, SIGMOID=sigmoid,
-            BOUND=bound, num_warps=4, maxnreg=SHARED_KEY_SOLVE_REGISTERS if HV > H else SOLVE_REGISTERS,
+            BOUND=bound, SCORES=inputs.scores, num_warps=4,
+            maxnreg=SHARED_KEY_SOLVE_REGISTERS if HV > H else SOLVE_REGISTERS,
         )  # fmt: skip
     return ChunkTensors(P, inverse, factors, bounds)
 
@@ -107,15 +108,16 @@ def launch_gradients(
     h: torch.Tensor, dh: torch.Tensor, vn: torch.Tensor, dw: torch.Tensor, g: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     dg: torch.Tensor, dbeta: torch.Tensor, gate_sums: torch.Tensor, scale: float, norm: bool, sigmoid: bool,
+    groups: bool = False,
 ) -> None:  # fmt: skip
-    """Fill dq, dk, dv, dg, dbeta and gate_sums; names and shapes as in chunk_backward.py."""
+    """Fill dq, dk, dv, dg, dbeta and gate_sums; names and shapes as in chunk_backward.py. `groups`: P is not read."""
     (B, T, H, K), HV = k.shape, v.shape[2]
     dq_parts, dk_parts = (dq, dk) if H == HV else (torch.empty_like(dv) for _ in range(2))
     launch(
         gradients_kernel(), B * (T // 64) * HV,
         q, k, v, factors, P, do, h, dh, vn, dw, g, A_log, dt_bias, dq_parts, dk_parts, dv, dg, dbeta, gate_sums,
         scale, T, B * T, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], *v.stride()[:3], H=H, HV=HV,
-        NORM=norm, GATE=A_log is not None, SIGMOID=sigmoid, num_warps=4, maxnreg=255,
+        NORM=norm, GATE=A_log is not None, SIGMOID=sigmoid, GROUPS=groups, num_warps=4, maxnreg=255,
     )  # fmt: skip
     if H != HV:
         launch(add_parts_kernel, 2 * (B * T * H // 64), dq_parts, dk_parts, dq, dk, SHARE=HV // H, K=K, ROWS=64)

@@ -197,9 +197,12 @@ def scores_and_inverse_kernel(
     q, k, g, beta, A_log, dt_bias, factors, P_out, T_out, bounds, scale, T, tokens,
     q_row, q_token: gl.constexpr, q_head, k_row, k_token: gl.constexpr, k_head,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr,
-    SIGMOID: gl.constexpr, BOUND: gl.constexpr,
+    SIGMOID: gl.constexpr, BOUND: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Compute P, T, row factors and bound for the value heads of a key head; one program per (chunk, key head)."""
+    """Compute P, T, row factors and bound for the value heads of a key head; one program per (chunk, key head).
+
+    Without SCORES q is not read, and P and the factors of the outputs are not written.
+    """
     bf16: gl.constexpr = gl.bfloat16
     f32: gl.constexpr = gl.float32
     SHARE: gl.constexpr = HV // H
@@ -213,7 +216,8 @@ def scores_and_inverse_kernel(
 
     q_s = gl.allocate_shared_memory(bf16, [64, K], SHARED)
     k_s = gl.allocate_shared_memory(bf16, [64, K], SHARED)
-    copy(q_s, tile_at(q + (row * q_row + key_head.to(gl.int64) * q_head + first * q_token), q_token, 64, K))
+    if SCORES:
+        copy(q_s, tile_at(q + (row * q_row + key_head.to(gl.int64) * q_head + first * q_token), q_token, 64, K))
     copy(k_s, tile_at(k + (row * k_row + key_head.to(gl.int64) * k_head + first * k_token), k_token, 64, K))
     async_copy.commit_group()
     # One allocation each: Triton separates accesses to the same allocation by barriers.
@@ -233,11 +237,15 @@ def scores_and_inverse_kernel(
     _sum_gates(x, b, first_head, A_log, dt_bias, gates_s, sums_s, GATE, SIGMOID)
 
     arrived(0)
-    if NORM:
+    if NORM and SCORES:
         qq_s.store(_square_sums(q_s, K))
-    QK = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
+    if SCORES:
+        QK = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
     KK = warpgroup_mma(k_s, k_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
-    QK, KK = warpgroup_mma_wait(0, deps=(QK, KK))
+    if SCORES:
+        QK, KK = warpgroup_mma_wait(0, deps=(QK, KK))
+    else:
+        KK = warpgroup_mma_wait(0, deps=(KK,))
     if NORM or BOUND:
         i = gl.arange(0, 64, layout=gl.SliceLayout(1, STRIP))[:, None]
         j = gl.arange(0, 16, layout=gl.SliceLayout(0, STRIP))[None, :]
@@ -254,7 +262,7 @@ def scores_and_inverse_kernel(
     else:
         P_s = gl.allocate_shared_memory(bf16, [64, 64], SHARED)
         solve_s = gl.allocate_shared_memory(f32, [4, 2, 8, 8], cubes)
-    if SHARE > 1:
+    if SHARE > 1 and SCORES:
         QK_s = view(q_s, f32, [64, 64], LONG) if K == 128 else gl.allocate_shared_memory(f32, [64, 64], LONG)
         QK_s.store(QK)
 
@@ -269,7 +277,8 @@ def scores_and_inverse_kernel(
     if NORM or BOUND:
         kk = kk_s.load(EACH)
     if NORM:
-        f = gl.rsqrt(qq_s.load(EACH) + L2_EPS)
+        if SCORES:
+            f = gl.rsqrt(qq_s.load(EACH) + L2_EPS)
         r = gl.rsqrt(kk + L2_EPS)
 
     for share in range(SHARE):
@@ -287,7 +296,8 @@ def scores_and_inverse_kernel(
         gl.store(factors + at + each, G)
         gl.store(factors + plane + at + each, s)
         _store_quads(factors + (2 * plane + 4 * at), beta_i, -gamma * beta_i * r, rev * r, r)
-        _store_quads(factors + (6 * plane + 4 * at), f, f * scale * gamma, none, none)
+        if SCORES:
+            _store_quads(factors + (6 * plane + 4 * at), f, f * scale * gamma, none, none)
         if BOUND:
             longer = gl.log(gl.abs(1.0 - beta_i * r * r * kk))
             bound = gl.sum(G_last, axis=0) + gl.sum(gl.where(longer <= 0.0, 0.0, longer), axis=0)
@@ -299,15 +309,17 @@ def scores_and_inverse_kernel(
         read_s.store(f * scale)
         write_s.store(-beta_i * r)
         D = gl.exp2(x_i_s.load(ROWS)[:, None] - x_j_s.load(COLUMNS)[None, :])
-        if SHARE > 1:
-            QK = QK_s.load(SQUARE)
-        P_s.store((QK * gl.where(causal, D, 0.0) * read_s.load(ROWS)[:, None]).to(bf16))
+        if SCORES:
+            if SHARE > 1:
+                QK = QK_s.load(SQUARE)
+            P_s.store((QK * gl.where(causal, D, 0.0) * read_s.load(ROWS)[:, None]).to(bf16))
         # The entries on and above the diagonal are undefined; nothing reads them.
         negative = KK * D * write_s.load(ROWS)[:, None]
         b_s.store(negative)
         inverse = _invert_blocks(negative, solve_s, lower_s, small_s)
         square = (c.to(gl.int64) * HV + head) * (64 * 64)
-        gl.store(tile_at(P_out + square, 64, 64, 64), P_s.load(NARROW))
+        if SCORES:
+            gl.store(tile_at(P_out + square, 64, 64, 64), P_s.load(NARROW))
         P_s.permute((1, 0)).store(_invert(inverse, b_s, blocks_s).to(bf16))
         gl.store(tile_at(T_out + square, 64, 64, 64), P_s.load(NARROW))
         if share + 1 < SHARE:

@@ -1,0 +1,27 @@
+"""The gated delta rule whose queries read the state at boundaries: of what has left a window that moves by groups.
+
+Tokens are written in groups of GROUP = 32, and the queries of group i read the state before its writes:
+
+    S_0 = initial state;  S_{i+1} = S_i after the writes of tokens 32 i ... 32 i + 31 (gated_delta_rule/__init__.py)
+    o_t = scale * q_t^T S_{t // 32}
+
+No query sees a key of its own group, so there are no scores within a group. For a window of N complete groups the
+caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N tokens before the end.
+
+    file                computes
+    ------------------  -------------------------------------------------------------------------------------------
+    operators.py        the operator, by cpu.py or chunk.py
+    reference.py        group by group by the recurrence: the tests' ground truth
+    cpu.py              the form in PyTorch, differentiable
+    chunk.py            the form on CUDA, differentiable: launches
+    states.py           the states, and the outputs if no query heads share a state, after the first stage of
+                        gated_delta_rule/ without its scores
+    outputs.py          the outputs if query heads share states
+    states_backward.py  the gradients of the states, after query_sums.py if query heads share states
+    read.py             the read of a group, which both kernels of the outputs share
+    gradients_queries.py  the gradients of the queries
+    calls.py            the call and its check
+
+The other gradients come from gated_delta_rule/gradients_pairs.py and gradients_inputs.py with GROUPS, and all of them
+from hopper/gradients_128.py where it serves.
+"""

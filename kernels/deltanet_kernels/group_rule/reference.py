@@ -1,0 +1,45 @@
+"""The rule read at boundaries, group by group: what every other form is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltanet_kernels.gated_delta_rule.reference import l2_normalize, naive_gated_delta_rule
+from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall, check_group_rule
+
+
+def naive_group_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Writes token by token (`naive_gated_delta_rule`), in the widest dtype among the inputs; slow, differentiable.
+
+    Arguments, results and errors as `deltanet_kernels.chunk_group_gated_delta_rule`.
+    """
+    call = GroupRuleCall(q, k, v, g, beta, scale, initial_state)
+    check_group_rule(call)
+    dims, factor = call.rule.dims, call.rule.factor
+    dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), beta.dtype)
+    read = (l2_normalize(q.to(dtype)) if use_qk_l2norm_in_kernel else q.to(dtype)) * factor
+    read = read.repeat_interleave(dims.HO // dims.HQ, dim=2)
+    state = v.new_zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype) if initial_state is None else initial_state
+    outputs = []
+    for start in range(0, dims.T, GROUP):
+        group = slice(start, start + GROUP)
+        heads = state.to(dtype).repeat_interleave(dims.HO // dims.HV, dim=1)
+        outputs.append(torch.einsum("bthk,bhkv->bthv", read[:, group], heads))
+        _, last = naive_gated_delta_rule(
+            q[:, group], k[:, group], v[:, group], g[:, group], beta[:, group], initial_state=state,
+            output_final_state=True, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        assert last is not None
+        state = last
+    return torch.cat(outputs, dim=1).to(v.dtype), state if output_final_state else None

@@ -1,0 +1,234 @@
+"""The gated delta rule read at boundaries: its forms against the recurrence in float64, and what a query sees.
+
+Without a GPU the Triton kernels run in Triton's interpreter: float32 and float16, small heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltanet_kernels import chunk_group_gated_delta_rule, naive_gated_delta_rule, naive_group_gated_delta_rule
+from deltanet_kernels.gated_delta_rule import launch_plan
+from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
+from deltanet_kernels.group_rule.calls import GroupRuleCall
+from tests.kernels.cases import Case, as_double, assert_close, make_inputs, relative_error, results
+from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, by_triton
+
+CASES = [
+    *(Case(f"T={T}", T=T, B=2, H=2) for T in (1, 31, 33, 128)),
+    Case("query heads share a state", T=110, B=2, H=1, HQ=3, K=24, V=20),
+    Case("value heads share a key head", T=100, H=1, HV=3, K=20, V=40),
+    Case("one key head, 4 queries, 2 values", T=70, H=1, HQ=4, HV=2, V=24),
+    Case("no norm, no state, scale", T=96, l2norm=False, initial_state=False, scale=-0.7),
+    Case("g=0", T=100, g="zero"),
+    Case("closed tokens", T=130, H=2, g="tokens"),
+    Case("closed at a chunk's last token", T=130, H=2, g="last"),
+    Case("g=-inf", T=100, H=2, g="reset"),
+    Case("beta=0", T=100, beta="zero"),
+    Case("beta=2 on equal keys, gated", T=130, H=2, beta="two", keys="equal", condition=5),
+]
+INTERPRETED = {
+    "T=33": (64,), "query heads share a state": (32, 64), "value heads share a key head": (64,),
+    "no norm, no state, scale": (32,), "closed at a chunk's last token": (64,), "g=-inf": (64,), "beta=0": (64,),
+}  # fmt: skip
+CHOSEN = [(case, C) for case in CASES for C in ((32, 64) if GPU else INTERPRETED.get(case.name, ()))]
+pytorch, triton = by_pytorch(chunk_group_gated_delta_rule), by_triton(chunk_group_gated_delta_rule)
+
+
+def arguments(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Any]:
+    given = make_inputs(case, dtype, device)
+    return {name: given[name] for name in GroupRuleCall._fields if name in given}
+
+
+@functools.cache
+def truth_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return results(naive_group_gated_delta_rule, as_double(arguments(case, dtype)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pytorch(case: Case) -> None:
+    assert_close(results(pytorch, arguments(case, torch.float64)), truth_of(case, torch.float64), 1e-11)
+    assert_close(results(pytorch, arguments(case)), truth_of(case), 2e-6 * case.condition)
+
+
+def test_pytorch_in_bfloat16() -> None:
+    """Computed in float32: only the inputs' gradients and the output are rounded."""
+    case = CASES[4]
+    wanted = truth_of(case, torch.bfloat16)
+    assert_close(results(pytorch, arguments(case, torch.bfloat16)), wanted, torch.finfo(torch.bfloat16).eps / 2)
+
+
+def test_reference_is_the_recurrence_of_the_tokens_before() -> None:
+    """One query after n tokens reads what the rule itself reads after them, for every n that begins a group."""
+    given = as_double(arguments(Case("prefixes", T=97, H=1, HQ=2)))
+    found, state = naive_group_gated_delta_rule(**given)
+    norm = {name: given[name] for name in ("scale", "initial_state", "use_qk_l2norm_in_kernel")}
+    for start in (32, 64, 96):
+        before = {name: given[name][:, :start] for name in ("k", "v", "g", "beta")}
+        for t in range(start, min(start + 32, 97)):
+            q = given["q"][:, t : t + 1].expand(-1, start, -1, -1)
+            wanted, _ = naive_gated_delta_rule(q, **before, **norm)
+            torch.testing.assert_close(found[:, t], wanted[:, -1], rtol=1e-12, atol=1e-12)
+    wanted = naive_gated_delta_rule(**given)[1]
+    torch.testing.assert_close(state, wanted, rtol=1e-12, atol=1e-12)
+
+
+def in_chunks_of(C: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one group (32), those of float32, or of two (64), those of 16 bits, whatever the dtype."""
+    config = launch_plan.chunk_config
+    monkeypatch.setattr(launch_plan, "chunk_config", lambda *call: replace(config(*call), C=C))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("case", "C"), CHOSEN, ids=str)
+def test_triton(case: Case, C: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks_of(C, monkeypatch)
+    assert_close(results(triton, arguments(case, torch.float32, DEVICE)), truth_of(case), 2e-6 * case.condition)
+
+
+@pytest.mark.parametrize("T", [100, 128])
+def test_one_kernel_for_all_gradients(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of small bfloat16 heads that share nothing, here in float32."""
+    in_chunks_of(64, monkeypatch)
+    serving = LaunchPlan.serving
+    kernels = {GRADIENTS: GRADIENTS_64}
+    monkeypatch.setattr(
+        LaunchPlan, "serving", lambda plan, stage, *copied: kernels.get(stage) or serving(plan, stage, *copied)
+    )
+    case = Case("joint", T=T, H=2, beta="zero")
+    assert_close(results(triton, arguments(case, torch.float32, DEVICE)), truth_of(case), 3e-6)
+
+
+def test_triton_in_half_precision() -> None:
+    """The 16-bit paths of the kernels, which the interpreter computes rightly in float16 only."""
+    for case in (CASES[2], CASES[4]):
+        found = results(triton, arguments(case, torch.float16, DEVICE))
+        assert_close(found, truth_of(case, torch.float16), 1.5 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize("form", [pytorch, triton], ids=["pytorch", "triton"])
+def test_a_query_sees_exactly_the_groups_before_its_own(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of a token's output: zero for its own group and later ones, of every earlier token not."""
+    in_chunks_of(64, monkeypatch)
+    given = arguments(Case("sight", T=100), torch.float32, "cpu" if form is pytorch else DEVICE)
+    o, _ = form(**given)
+    for t in (0, 31, 32, 63, 64, 95, 96):
+        seen = 32 * (t // 32)
+        grads = torch.autograd.grad(o[0, t].sum(), (given["k"], given["v"]), retain_graph=True)
+        for name, grad in zip("kv", grads, strict=True):
+            size = grad.abs().sum((0, 2, 3))
+            assert not size[seen:].any(), (name, t)
+            assert (size[:seen] > 0).all(), (name, t)
+
+
+@pytest.mark.parametrize("output", ["o", "final_state"])
+def test_gradient_of_one_output(output: str) -> None:
+    given = arguments(Case("one output", T=40, HQ=2), torch.float32, DEVICE)
+    found, wanted = (results(function, given, (output,)) for function in (triton, naive_group_gated_delta_rule))
+    assert_close(found, wanted, 2e-6)
+
+
+def test_strides_of_every_kind() -> None:
+    """q, k, v as slices of one tensor, expanded gates, a gradient with zero strides."""
+    torch.manual_seed(0)
+    joined = torch.randn(1, 40, 96, device=DEVICE)
+    q, k, v = (x.unflatten(-1, (2, 16)) for x in joined.split(32, dim=-1))
+    g, beta = -torch.rand(1, 40, 1, device=DEVICE).expand(1, 40, 2), torch.rand(1, 1, 2, device=DEVICE)
+    answers = []
+    for function in (triton, naive_group_gated_delta_rule):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta.expand(1, 40, 2))]
+        o, _ = function(*leaves, use_qk_l2norm_in_kernel=True)
+        answers.append([o, *torch.autograd.grad(o.sum(), leaves)])
+    for x, y in zip(*answers, strict=True):
+        assert relative_error(x, y) < 1e-5
+
+
+def test_registered_operator_is_sound() -> None:
+    """Schema and fake implementation agree with what the operator does."""
+    import deltanet_kernels.group_rule.chunk  # noqa: F401 (registers it)
+
+    given = arguments(Case("opcheck", T=9, HQ=2), torch.float32, DEVICE)
+    tensors = [given[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    torch.library.opcheck(
+        torch.ops.deltanet.group_forward.default,
+        (*tensors, 1.0, True, True, True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_compiles_without_a_graph_break() -> None:
+    case = Case("compile", T=130, H=2, K=64) if GPU else Case("compile", T=9)
+    given = arguments(case, torch.bfloat16 if GPU else torch.float32, DEVICE)
+    eager = results(triton, given)
+    compiled = results(torch.compile(triton, fullgraph=True, backend="aot_eager"), given)
+    assert all(torch.equal(eager[name], compiled[name]) for name in eager)
+
+
+def test_refusals() -> None:
+    given = arguments(Case("refused", T=33, H=2))
+    with pytest.raises(ValueError, match=r"v: got shape \[1, 32, 2, 16\], needs"):
+        chunk_group_gated_delta_rule(**given | {"v": given["v"][:, 1:]})
+    with pytest.raises(TypeError, match=r"initial_state: got dtype torch\.float64, needs torch\.float32"):
+        chunk_group_gated_delta_rule(**given | {"initial_state": given["initial_state"].double()})
+
+
+# On the GPU only: low precision, every head size, bits.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1], ids=str)
+def test_low_precision(case: Case, dtype: torch.dtype) -> None:
+    """Errors of at most a few roundings (eps/2 each)."""
+    found = results(triton, arguments(case, dtype, DEVICE))
+    assert_close(found, truth_of(case, dtype), 1.5 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("HQ", [1, 2, 4, 8])
+@pytest.mark.parametrize("T", [256, 300])
+def test_every_head_size_and_group(K: int, HQ: int, T: int) -> None:
+    """Complete chunks of heads of 128 that share no state take the Gluon kernels."""
+    case = Case("grouped", T=T, B=2, H=min(HQ, 2), HQ=HQ, K=K)
+    found = results(triton, arguments(case, torch.bfloat16, DEVICE))
+    assert_close(found, truth_of(case, torch.bfloat16), 1.5 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_integers_bit_for_bit(K: int, half: torch.dtype) -> None:
+    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
+    torch.manual_seed(0)
+    B, T, H = 2, 192, 2
+    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
+    k = torch.nn.functional.one_hot(torch.randint(0, K, (B, T, H)), K)
+    v, beta = torch.randint(-4, 5, (B, T, H, K)), torch.randint(0, 2, (B, T, H))
+    do = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 0.1)
+    answers = []
+    for function, dtype, device in ((triton, half, "cuda"), (naive_group_gated_delta_rule, torch.float64, "cpu")):
+        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        gates = [torch.zeros(B, T, H, dtype=wide, device=device), beta.to(device, wide)]
+        o, state = function(*leaves, *gates, scale=1.0, output_final_state=True)
+        answers.append([o, state, *torch.autograd.grad([o], leaves, [do.to(device, dtype)])])
+    for found, wanted in zip(*answers, strict=True):
+        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [64, 128])
+def test_hundred_runs_are_identical(K: int) -> None:
+    given = arguments(Case("repeat", T=320, B=2, H=2, K=K), torch.bfloat16, DEVICE)
+    first = results(triton, given)
+    for _ in range(100):
+        again = results(triton, given)
+        assert all(torch.equal(first[name], again[name]) for name in first)
