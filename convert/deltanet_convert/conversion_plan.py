@@ -15,6 +15,7 @@ from deltanet_hf.mixers.cache.packed_reach import tokens_before
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class
+from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
 from .calibration_text import sequence_length
@@ -87,6 +88,11 @@ class Plan:
         """Bits of the keys and values in the converted model's cache; the teacher's have 16."""
         return LayerTable.of(self.config).cache_bits
 
+    @property
+    def positions(self) -> FarPositions | None:
+        """Those of a converted model that reads further than the teacher."""
+        return LayerTable.of(self.config).positions
+
     def to_json(self) -> dict[str, Any]:
         """Everything that `print_plan` shows, as numbers (bytes, parameters, tokens)."""
         return {
@@ -101,6 +107,7 @@ class Plan:
             "disk_bytes": self.disk_bytes,
             "cache_bits": self.cache_bits,
             "cache_bytes": self.cache_bytes,
+            "positions": None if self.positions is None else self.positions.to_dict(),
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.parts import Part
+from deltanet_hf.models.far_positions import FarRotary, make_far
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, LayerTable
 from deltanet_hf.process_memory import give_back_freed_memory
 
@@ -91,6 +94,7 @@ class LayerStep:
         assert inputs is not None
         if work.converted:
             _empty_layer(new, self.device)
+            self._place_positions(new)
             work.figures = self._start(work, inputs)
         else:
             normed = new.float().to_empty(device=self.device)
@@ -109,10 +113,11 @@ class LayerStep:
         inputs, wanted = _advance(layer, activations.held_out, work.kwargs, keep=work.changes)
         figures = self._check(work, inputs, wanted) if work.changes else {}
         layer.self_attn = work.new
+        self._place_positions(work.new)
         if work.key_order is not None:
             set_key_order(work.new, work.key_order)
         _round(layer, self.dtype)
-        _advance(layer, activations.student, work.kwargs)
+        _advance(layer, activations.student, self._of_student(work.kwargs))
         return layer.to("cpu"), figures
 
     def _check(self, work: LayerWork, inputs: Tensor, wanted: Tensor) -> dict[str, Any]:
@@ -127,7 +132,7 @@ class LayerStep:
         if new.rearranges_weights:
             figures["softmax_error"] = softmax_error(attention, new, inputs[:1], kwargs)
         _round(new, self.dtype)
-        return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, kwargs)))
+        return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, self._of_student(kwargs))))
 
     def _start(self, work: LayerWork, inputs: Tensor) -> dict[str, Any]:
         """Runs the start rule of the new attention on the inputs [n, T, hidden]; returns its figures."""
@@ -142,6 +147,29 @@ class LayerStep:
                     "numbers in its config.json"
                 )
         return figures
+
+    @functools.cached_property
+    def _rotary(self) -> FarRotary | None:
+        """What the layers of a student that reads further rotate by, from the teacher's rotary embedding."""
+        meta = self.student.model.rotary_emb
+        if not isinstance(meta, FarRotary):
+            return None
+        return FarRotary(self.stream.model.model.rotary_emb, meta.positions, meta.sink_bound, self.student.config)
+
+    def _place_positions(self, attention: nn.Module) -> None:
+        """Let the whole heads of a student that reads further rotate by the teacher's rotary embedding."""
+        if self._rotary is not None:
+            for branch in branches_of(attention).values():
+                if not isinstance(branch, LayerKind):
+                    make_far(branch, self._rotary)
+
+    def _of_student(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the student's layer for those of the teacher's."""
+        if self._rotary is None:
+            return kwargs
+        cos = kwargs["position_embeddings"][0]
+        positions = torch.arange(cos.shape[1], device=cos.device).unsqueeze(0)
+        return kwargs | {"position_embeddings": self._rotary(cos, positions)}
 
     def release(self, index: int) -> None:
         """Frees the memory of layer `index`."""

@@ -19,10 +19,11 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.far_positions import FarPositions, PositionKind
 from deltanet_hf.models.layers import LayerTable
 
 from .calibration_text import FEWEST_TOKENS
-from .command_options import ASIDE, DTYPES, Options, parse_size
+from .command_options import ASIDE, DTYPES, Options, parse_size, parse_tokens
 from .select.selection_file import Selection
 
 MOST_TOKENS = 10**9
@@ -140,6 +141,23 @@ class ConvertOptions(Options):
             show_default="4; 16 where nothing is quantised",
         ),
     ] = 16
+    context: Annotated[
+        int | None,
+        BeforeValidator(lambda tokens: parse_tokens(tokens, "--context") if isinstance(tokens, str) else tokens),
+        Option(
+            help="Tokens that the converted model reads, such as 32k, if these are more than the teacher's positions. "
+            "Windows keep the teacher's, whole heads get further ones (--positions). Only with --mixer window.",
+            show_default="the teacher's",
+        ),
+    ] = None
+    positions: Annotated[
+        PositionKind,
+        Option(
+            help="Positions of whole heads with --context. `yarn`: the teacher's, stretched (YaRN). `nope`: none, with "
+            "scores that grow with the length; train such a model before use. `cut`: the teacher's, with longer "
+            "distances than its own cut (ReRoPE); only with --cache-bits 16."
+        ),
+    ] = "yarn"
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default="the teacher's"),
@@ -191,6 +209,8 @@ class ConvertOptions(Options):
                 "--no-training: --profile qwen3_5 fixes the settings, with or without training; leave out one of the "
                 "two"
             )
+        if self.context is None and "positions" in self.model_fields_set:
+            raise UserError(f"--positions {self.positions}: changes nothing without --context; add it, or leave it out")
         kind = self._recommended()[0]
         if not self.fit_memory and not kind.fits_memory():
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
@@ -216,7 +236,7 @@ class ConvertOptions(Options):
             teacher: see `recommended`.
         """
         kind, settings = self._kind(teacher)
-        return self._with_bits(LayerTable.uniform(kind, settings, num_layers, set(softmax)))
+        return self._completed(LayerTable.uniform(kind, settings, num_layers, set(softmax)), teacher)
 
     def head_table(
         self,
@@ -242,7 +262,7 @@ class ConvertOptions(Options):
                 "select whole layers (--unit layer), or leave the profile out"
             )
         kind, settings = self._kind(teacher)
-        return self._with_bits(LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax))
+        return self._completed(LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax), teacher)
 
     def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
         """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
@@ -260,8 +280,18 @@ class ConvertOptions(Options):
             return table
         return table.with_windows(kept.planned_windows)
 
-    def _with_bits(self, table: LayerTable) -> LayerTable:
-        return replace(table, cache_bits=self.cache_bits, key_order=self.cache_bits == 4 and self.profile != "qwen3_5")
+    def _completed(self, table: LayerTable, teacher: PreTrainedConfig | None) -> LayerTable:
+        """The table with what all of its layers share: bits, key order, and positions beyond the teacher's."""
+        ordered = self.cache_bits == 4 and self.profile != "qwen3_5"
+        table = replace(table, cache_bits=self.cache_bits, key_order=ordered)
+        if self.context is None or teacher is None:
+            return table
+        longest = int(teacher.max_position_embeddings)  # type: ignore[attr-defined]
+        if self.context <= longest:
+            raise UserError(
+                f"--context {self.context}: the teacher reads {longest:,} tokens itself; give more, or leave it out"
+            )
+        return replace(table, positions=FarPositions(self.positions, longest, self.context))
 
     @property
     def automatic(self) -> bool:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from deltanet_hf.fast.joint import JointProjection
 from deltanet_hf.fast.norms import FastNorm
 from deltanet_hf.fast.side_by_side import side_by_side
+from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, whole_angles, window_angles
+from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
@@ -48,8 +50,9 @@ def is_packed(attention: Any) -> bool:
 
 
 def _is_known(branch: Any) -> bool:
-    family = type(branch).__bases__[1].__name__ if isinstance(branch, (PackedSoftmax, WindowAttention)) else ""
-    return family in FAMILIES and branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear
+    family: Any = type(branch).__bases__[1] if isinstance(branch, (PackedSoftmax, WindowAttention)) else object
+    family = family.__bases__[1] if issubclass(family, FarSoftmax) else family
+    return family.__name__ in FAMILIES and branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear
 
 
 class FastPacked:
@@ -70,7 +73,7 @@ class FastPacked:
     def __call__(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Angles,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         cu_seq_lens_q: Tensor | None = None,
@@ -109,7 +112,7 @@ class FastPacked:
     def _output(
         self,
         x: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         parts: Sequence[MixerCacheLayer | None],
         prompt_length: Tensor | None,
     ) -> Tensor:
@@ -147,20 +150,31 @@ def _attended(
     branch: Any,
     cache: MixerCacheLayer | None,
     qkv: Sequence[Tensor],
-    angles: tuple[Tensor, Tensor],
+    angles: Angles,
     prompt_length: Tensor | None,
 ) -> Tensor:
     """The attention of one kind of heads [B, T, heads * D] to their q, k and v [B, T, heads, D]."""
     q, k, v = qkv
-    if cache is not None and cache.state:
+    scale = turn = None
+    if isinstance(branch, WindowAttention):
+        angles, turn = window_angles(angles, branch.sink_bound, cache, q.shape[1])
+    else:
+        angles, scale = whole_angles(angles)
+    if scale is not None:
+        q = (q * scale[:, :, None, None]).to(q.dtype)
+    if cache is not None and cache.state and turn is None:
         held = PackedTokens(branch.kept, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
         cache.count(1)
         return output.flatten(2)
     call = PromptInputsCall(q.flatten(-2), k.flatten(-2), v.flatten(-2), branch.head_dim, cos=angles[0], sin=angles[1])
     rotated = prompt_inputs.unchecked(call)
-    held = PackedTokens(branch.kept, {}, None, keep_state=cache is not None, prompt_length=prompt_length)
+    kind = PackedTokens if turn is None else functools.partial(TurnedSinks, turn=turn)
+    state, is_step = ({}, False) if cache is None else (cache.state, bool(cache.state))
+    held = kind(branch.kept, state, None, keep_state=cache is not None, in_place=is_step, prompt_length=prompt_length)
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
-    if cache is not None:
+    if cache is not None and is_step:
+        cache.count(1)
+    elif cache is not None:
         cache.advance(q.shape[1], held.state)
     return output.flatten(2)

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.far_positions import Angles, window_angles
 from deltanet_hf.mixers.attention.packed_softmax import call_packed
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
@@ -32,7 +33,7 @@ from deltanet_hf.mixers.cache.packed_reach import PackedReach, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings, check_at_least
 
@@ -68,6 +69,7 @@ class WindowAttention(LayerKind):
     settings: WindowSettings
     layer_idx: int
     cache_bits: int = 16
+    sink_bound: int | None = None  # the furthest position from which sinks are seen (`attention/far_positions.py`)
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> WindowSettings:
@@ -140,7 +142,7 @@ class WindowAttention(LayerKind):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: PositionEmbeddings | None = None,
+        position_embeddings: Angles | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seq_lens_q: Tensor | None = None,
@@ -167,9 +169,12 @@ class WindowAttention(LayerKind):
         call = LayerCall.of(self, length, attention_mask, given_cache(past_key_values, kwargs), cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
+        turn = None
+        if position_embeddings is not None:
+            position_embeddings, turn = window_angles(position_embeddings, self.sink_bound, call.cache, length)
         if self.cache_bits < 16:
             inputs = {"hidden_states": hidden_states, "position_embeddings": position_embeddings, **kwargs}
-            return call_packed(super().forward, self.kept, call, inputs)  # type: ignore[misc]
+            return call_packed(super().forward, self.kept, call, inputs, turn)  # type: ignore[misc]
         cache, padding, packed, state = call.cache, call.padding, call.cu_seqlens, call.state or {}
         tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
         window, sinks = self.settings.window, self.settings.sinks
@@ -185,6 +190,7 @@ class WindowAttention(LayerKind):
             in_order=padding is None and not state,
             eager=implementation == "eager",
             weights=weights,
+            turn=turn,
         )
         result: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[misc]
             hidden_states=hidden_states,

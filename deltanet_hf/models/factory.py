@@ -21,6 +21,7 @@ from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import add_key_order, use_cache_bits
 from deltanet_hf.models.families import FAMILIES, Family, caps_scores
+from deltanet_hf.models.far_positions import place_positions
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
@@ -105,6 +106,8 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
             layer = self.model.layers[index]
             layer.self_attn = kind.mixer.from_attention(layer.self_attn, config, index, kind.settings)
         announce(self.model)
+        if table.positions is not None:
+            place_positions(self, table.positions)
         if table.key_order:
             add_key_order(self)
         use_cache_bits(self, table.cache_bits)
@@ -158,6 +161,8 @@ def register() -> None:
 def converted_config(teacher: PreTrainedConfig, table: LayerTable) -> PreTrainedConfig:
     """The converted model's config: everything of the teacher's, and the `deltanet` entry."""
     values = teacher.to_dict()
+    if table.positions is not None:
+        values["max_position_embeddings"] = table.positions.context
     for key in ("model_type", "architectures", "auto_map", "transformers_version"):
         values.pop(key, None)
     family = FAMILIES[teacher.model_type]

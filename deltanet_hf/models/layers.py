@@ -6,7 +6,8 @@
 `layers` names a kind for every decoder layer; "softmax" is the teacher's own attention. Nothing else in the project
 computes which layers are converted. `cache_bits` is how many bits keys and values have in the model's cache
 (`cache_bits.py`); without it they have 16. With `key_order` the model has tensors that say which channels of its keys
-have 5 and 3 of the 4 bits (`cache_bits.add_key_order`).
+have 5 and 3 of the 4 bits (`cache_bits.add_key_order`). `positions` are those of a model that reads
+further than its teacher (`far_positions.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.cache_bits import BITS
+from deltanet_hf.models.far_positions import FarPositions
 
 SOFTMAX = "softmax"
 INSERTED_QK_NORMS = "inserted_qk_norms"  # key of config.json: softmax layers whose q/k norms are not the teacher's
@@ -57,12 +59,14 @@ class LayerTable:
         layers: a name of `kinds`, or "softmax", per decoder layer.
         cache_bits: bits of keys and values in the cache.
         key_order: whether the model has a key order.
+        positions: those of a model that reads further than its teacher; None for the teacher's.
     """
 
     kinds: Mapping[str, Kind]
     layers: tuple[str, ...]
     cache_bits: int = 16
     key_order: bool = False
+    positions: FarPositions | None = None
 
     @classmethod
     def uniform(
@@ -147,7 +151,8 @@ class LayerTable:
         Raises:
             ValueError: naming the key that is missing, unknown or wrong.
         """
-        if not isinstance(values, Mapping) or set(values) - {"cache_bits", "key_order"} != {"kinds", "layers"}:
+        needed, optional = {"kinds", "layers"}, {"cache_bits", "key_order", "positions"}
+        if not isinstance(values, Mapping) or set(values) - optional != needed:
             keys = f"keys {sorted(values)}" if isinstance(values, Mapping) else repr(values)
             raise ValueError(f"deltanet: got {keys}, expected `kinds` and `layers`; convert the model again")
         kinds, layers = values["kinds"], values["layers"]
@@ -167,7 +172,8 @@ class LayerTable:
         ordered = values.get("key_order", False)
         if type(ordered) is not bool:
             raise ValueError(f"deltanet.key_order: got {ordered!r}, expected true or false")
-        return cls(known, tuple(layers), bits, ordered)
+        positions = FarPositions.from_dict(values["positions"]) if "positions" in values else None
+        return cls(known, tuple(layers), bits, ordered, positions)
 
     @classmethod
     def of(cls, config: Any) -> LayerTable:
@@ -178,7 +184,8 @@ class LayerTable:
         """The JSON form, as it stands in config.json."""
         table = {"kinds": {name: kind.to_dict() for name, kind in self.kinds.items()}, "layers": list(self.layers)}
         bits = {} if self.cache_bits == 16 else {"cache_bits": self.cache_bits}
-        return table | bits | ({"key_order": True} if self.key_order else {})
+        positions = {} if self.positions is None else {"positions": self.positions.to_dict()}
+        return table | bits | ({"key_order": True} if self.key_order else {}) | positions
 
     def __getitem__(self, index: int) -> Kind | None:
         """The kind of a layer; None for softmax."""

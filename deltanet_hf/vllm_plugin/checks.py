@@ -57,6 +57,7 @@ class Checks(VerifyAndUpdateConfig):
             (vllm_config.lora_config is not None, "enable_lora", "false, and a model with merged adapters"),
             (_unserved_drafts(vllm_config, table), "speculative_config", "none, or the method ngram (not with path)"),
             (table.cache_bits not in SERVED_BITS, "cache_bits", "a model with 16, 8 or 4"),
+            (table.positions is not None, "positions", "a model that was converted without --context"),
             (_has_delayed_states(table), "delayed", "a model with windows or states alone"),
         ):
             if given:

@@ -128,6 +128,12 @@ class DistilBase(StageBase):
     )
     kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
     ce_weight: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
+    far_ce_weight: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the cross-entropy on tokens beyond the teacher's positions, which have no other term: "
+        "for rows that are longer than these, and a student of `convert --context`.",
+    )
     hidden_weight: float = Field(
         0.0, ge=0, description="Weight of the relative squared error of the residual stream, averaged over layers."
     )

@@ -18,7 +18,7 @@ from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from support.far_model import FAR_LAYER, far_folder
-from support.tiny_conversion import quick_start, tiny_conversion, tiny_job
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, tiny_selection, tiny_task
 
 
@@ -59,6 +59,14 @@ def killed_after(
         patch.setattr(SelectionJournal, "round_done", record)
         with pytest.raises(seen):
             tiny_selection(teacher, out, "3", **options)
+
+
+def test_kept_heads_are_scored_with_the_positions_that_they_will_have(tmp_path: Path) -> None:
+    teacher, options = teacher_folder(tmp_path / "teacher", "llama"), {"unit": "kv_head", "method": "kl"}
+    own = tiny_selection(teacher, tmp_path / "own.json", **options)
+    further = tiny_selection(teacher, tmp_path / "further.json", context="512", **options)
+    assert further.settings == {**own.settings, "context": 512}
+    assert further.scores["rounds"][0]["gains"] != own.scores["rounds"][0]["gains"]
 
 
 @pytest.mark.parametrize("method", ["forward", "gradient", "kl"])

@@ -25,7 +25,8 @@ from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks
 from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.models.restrict import restrict_to_window
+from deltanet_hf.models.far_positions import FarPositions, place_positions
+from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from measuring.study import recall_sweeps
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder, far_teacher
 from support.tiny_conversion import tiny_tokenizer
@@ -57,6 +58,21 @@ def switchable(family: str, unit: str, **changes: Any) -> SwitchableModel:
 def rows(seed: int = 0, count: int = 2) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, COMMON["vocab_size"], (count, LENGTH), generator=generator)
+
+
+@torch.no_grad()
+def test_kept_heads_have_positions_beyond_the_teachers() -> None:
+    positions, kept = FarPositions("yarn", 128, 512), [(0, 1), (2, 0), (2, 1)]
+    converted = restrict_heads(tiny_teacher("llama"), {0: [1], 2: [0, 1]}, WINDOW, SINKS)
+    place_positions(converted, positions)
+    teacher = tiny_teacher("llama")
+    place_positions(teacher, positions)
+    model = SwitchableModel(teacher, Candidates.of(teacher.config, "kv_head"), WINDOW, SINKS)
+    model.keep(kept)
+    torch.testing.assert_close(model.logits(rows(), LENGTH), converted(rows()).logits, atol=1e-5, rtol=1e-5)
+    plain = switchable("llama", "kv_head")
+    plain.keep(kept)
+    assert (plain.logits(rows(), LENGTH) - model.logits(rows(), LENGTH)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

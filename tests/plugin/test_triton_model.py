@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import Kind, LayerTable
 from deltanet_kernels.dispatch import Operator
 from support.plain_form import plain_form
@@ -170,3 +171,25 @@ def test_packed_caches_in_the_fast_form(
     assert "prompt_inputs" not in calls
     torch.testing.assert_close(read(), wanted, rtol=1e-4, atol=1e-4)
     assert {"prompt_inputs", "pack_prompt", "packed_step_"} <= set(calls)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("bits", "operators"), [(16, {"window_attention"}), (4, {"pack_prompt", "packed_step_"})])
+def test_positions_beyond_the_teachers(bits: int, operators: set[str], send: Callable[[str], list[str]]) -> None:
+    """A prompt and three steps, of which the window sees sinks from position 24."""
+    positions = FarPositions("yarn", 32, 128)
+    table = LayerTable({"own": mixed_heads("softmax", "window", window=20, sinks=4)}, ("own",), positions=positions)
+    model = set_cache_bits(tiny_mixture("llama", table, head_dim=64, max_position_embeddings=32).to(DEVICE), bits)
+    tokens = torch.randint(3, 97, (1, 67), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def read() -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split([64, 1, 1, 1], dim=1)]
+        return torch.cat(parts, dim=1)
+
+    send("torch" if bits == 16 else "triton")  # whose packed numbers are those of bfloat16
+    with plain_form():
+        wanted = read()
+    calls = send("triton")
+    torch.testing.assert_close(read(), wanted, rtol=1e-4, atol=1e-4)
+    assert operators <= set(calls)

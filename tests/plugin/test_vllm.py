@@ -19,6 +19,7 @@ from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
 from support.replayed_step import Recorder
 from support.tiny_models import ONE_NORM, mixed_mixture_table, mixture_table, tiny_table
@@ -301,9 +302,12 @@ def test_drafts_beside_path_are_refused() -> None:
         by_vllm(served_model("llama", tiny_table(layers=(0, 2), mixer="path")), prompts(3), **DRAFTS)
 
 
-def test_bits_without_a_packed_form_are_refused() -> None:
+def test_bits_without_a_packed_form_and_further_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="cache_bits: not served for models with converted layers; pass a model"):
         by_vllm(served_model("llama", packed(tiny_table(layers=(0, 2)), 3)), prompts(3))
+    further = dataclasses.replace(LayerTable.preset(4, "window"), positions=FarPositions("yarn", 128, 256))
+    with pytest.raises(ValueError, match="positions: not served for models with converted layers; pass a model"):
+        by_vllm(served_model("llama", further), prompts(3))
 
 
 @pytest.fixture

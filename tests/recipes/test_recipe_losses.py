@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from deltanet_hf import LayerTable
+from deltanet_hf.models.far_positions import FarPositions
 from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.schema import Align
 from deltanet_recipes.schema_sections import Optimizer
@@ -17,8 +22,9 @@ from deltanet_recipes.training.losses import (
     KlTerms,
     live_chunk,
 )
+from deltanet_recipes.training.objectives import Batch, DistilLoss
 from deltanet_recipes.training.optim import orthogonalise, rate_factor
-from support.tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import tiny_mixture, tiny_student, tiny_teacher
 
 EOS = 2
 
@@ -67,6 +73,43 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: i
     torch.testing.assert_close(total.double(), plain.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kl.double(), plain_kl.detach().double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(h.grad, h2.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_beyond_the_teachers_positions_have_cross_entropy_alone() -> None:
+    hidden, weight, labels, other, other_weight = example()
+    taught = torch.arange(23) % 12 < 8
+    h, h2 = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    given, terms = (labels, (other, taught), (other_weight,)), KlTerms(0.7, 0.3, far_ce_weight=0.5)
+    total, kl, ce = ChunkedLoss.apply(live_chunk(Head(), Head(), terms), 7, h, weight, *given)
+    total.backward()
+    student, teacher = ((x @ y.T).float().log_softmax(-1) for x, y in ((h2, weight), (other, other_weight)))
+    near, far = taught & (labels >= 0), ~taught & (labels >= 0)
+    plain_kl = (teacher.exp() * (teacher - student)).sum(-1)[near].sum()
+    near_ce, far_ce = (F.nll_loss(student[some], labels[some], reduction="sum") for some in (near, far))
+    plain = 0.7 * plain_kl + 0.3 * near_ce + 0.5 * far_ce
+    plain.backward()
+    for found, wanted in ((total, plain), (kl, plain_kl), (ce, near_ce + far_ce)):
+        torch.testing.assert_close(found.double(), wanted.detach().double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(h.grad, h2.grad, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_objective_compares_with_the_teacher_within_its_positions() -> None:
+    """Of rows of 90 tokens and a teacher of 40 positions: KL and hidden error as of their first 40 tokens."""
+    windows = replace(LayerTable.preset(4, "window", window=5), positions=FarPositions("yarn", 40, 120))
+    student, teacher = tiny_mixture("llama", windows), tiny_teacher("llama", max_position_embeddings=40)
+    ids = np.random.default_rng(0).integers(3, 97, (2, 90))
+
+    def metrics(length: int, **options: Any) -> Any:
+        rows = make_rows(ids[:, :length], np.ones((2, length), dtype=bool), EOS, False)
+        terms = KlTerms(far_ce_weight=0.25 if options else 0.0)
+        chunk = live_chunk(Head.of(student), Head.of(teacher), terms)
+        return DistilLoss(student, teacher, chunk, 50, 0.5, **options)(Batch(rows, None, torch.ones(())))
+
+    (total, (kl, ce, hidden)), (_, (short_kl, short_ce, short_hidden)) = metrics(90, positions=40), metrics(41)
+    torch.testing.assert_close(torch.stack([kl, hidden]), torch.stack([short_kl, short_hidden]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total, kl + 0.5 * hidden + 0.25 * (ce - short_ce), rtol=1e-4, atol=1e-4)
+    assert min(kl, hidden, ce - short_ce) > 1
 
 
 def packed_rows(isolate: bool = True) -> torch.Tensor:

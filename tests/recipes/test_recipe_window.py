@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,19 @@ def test_stages_without_anything_to_train_are_one_clear_error(
     with pytest.raises(UserError, match=rf"^(?s:(?!.*\n)){words}$"):
         run(recipe(workplace, tmp_path / "run", stages))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_student_that_reads_further_is_trained_beyond_its_teachers_positions(tmp_path: Path) -> None:
+    workplace = make_workplace(tmp_path, mixer="window", window=40)
+    file = workplace / "student" / "config.json"
+    config = json.loads(file.read_text())
+    config["deltanet"]["positions"] = {"kind": "yarn", "teacher": 256, "context": 512}
+    file.write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    stage = {**STAGE, "sequence_length": 320, "batch_tokens": 640, "tokens": 640 * 2}
+    final = run(
+        recipe(workplace, tmp_path / "a" / "run", [{**stage, "far_ce_weight": 0.5}], data={"holdout_tokens": 640})
+    )
+    assert read_log(tmp_path / "a" / "run")[-1]["held_out.loss"] > 0
+    assert load_student(str(final)).config.deltanet == config["deltanet"]
+    with pytest.raises(UserError, match="sequence_length: got 320, and the teacher's positions end at 256"):
+        run(recipe(workplace, tmp_path / "b" / "run", [stage]))

@@ -20,8 +20,9 @@ def tiny_task(
 ) -> SelectionTask:
     """Plans a selection with short probes."""
     found = opened(teacher)
-    table = ConvertOptions(mixer=mixer, cache_bits=cache_bits).table(found.num_layers, ())
     chosen = SelectOptions(keep=keep, **{**QUICK, **options})
+    made = ConvertOptions(mixer=mixer, cache_bits=cache_bits, context=chosen.context)
+    table = made.table(found.num_layers, (), found.config)
     return plan_selection(found, chosen, table)
 
 

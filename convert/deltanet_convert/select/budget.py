@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deltanet_hf.errors import UserError
 
-from ..command_options import parse_size
+from ..command_options import parse_size, parse_tokens
 from ..views.plan_view import size
 from .cache_sizes import CacheSizes
 from .units import Candidates, evenly
@@ -42,10 +42,7 @@ class Budget:
         """
         said = f"{option}{text}"
         amount, separator, length = text.partition("@")
-        number = re.fullmatch(r"(\d{1,9})(k?)", length, re.ASCII)
-        if separator and not (number and int(number[1])):
-            raise UserError(f"{said}: '{length}' is no length in tokens; write it as 40MB@32768 or 40MB@32k")
-        at = int(number[1]) * (1024 if number[2] else 1) if number else None
+        at = parse_tokens(length, said) if separator else None
         if share := re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", amount, re.ASCII):
             return cls(float(share[1]) / 100, "share", at, text, said)
         if at is not None:

@@ -11,6 +11,7 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.file_lock import locked_beside
+from deltanet_hf.models.far_positions import place_positions
 from deltanet_hf.safe_write import write_atomically
 
 from ..storage.versions import versions
@@ -91,6 +92,8 @@ def _measured(
     rounds = journal.rounds()
     show(len(rounds), task.count, f"continued after round {len(rounds)}" if rounds else None)
     loaded = task.teacher.load_weights(options.torch_device)
+    if task.positions is not None:
+        place_positions(loaded, task.positions)
     model = SwitchableModel(sharing_copy(loaded), task.candidates, options.window, options.sinks)
     scorer = Scorer(model, lambda share: show(len(rounds) + share, task.count, None))
     recorded = references = journal.references()

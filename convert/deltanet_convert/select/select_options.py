@@ -12,7 +12,7 @@ from typer import Option
 from deltanet_hf.errors import UserError
 from deltanet_hf.loading import chosen_device
 
-from ..command_options import Options
+from ..command_options import Options, parse_tokens
 from ..options import DEFAULT_MIXER, LISTED_MIXERS
 from .budget import Budget
 from .methods import EXPORTABLE, METHODS
@@ -80,6 +80,15 @@ class SelectOptions(Options):
         int, Option(help="Number of tokens at the start of the text that they see as well."), Field(ge=0)
     ] = 4
     length: Annotated[int, Option(help="Tokens per probe; cut to the teacher's context."), Field(ge=32)] = 1024
+    context: Annotated[
+        int | None,
+        BeforeValidator(lambda tokens: parse_tokens(tokens, "--context") if isinstance(tokens, str) else tokens),
+        Option(
+            help="Tokens that the converted model will read (`convert --context`): units that are kept are scored with "
+            "the positions that reach so far.",
+            show_default="the teacher's",
+        ),
+    ] = None
     probes: Annotated[
         int,
         Option(help="Number of probes of each format; `kl` takes four times as many rows of text."),

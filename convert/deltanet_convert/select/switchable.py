@@ -1,8 +1,9 @@
 """A teacher whose layers and key/value heads can each be switched between full attention and a window with sinks.
 
 Only masks differ; what a family does in its attention (capped scores, learned norms, no rotary embedding) stays as it
-is. A forward pass can begin at a later layer with the activations of an earlier pass, because the layers below the
-first one that is switched compute the same.
+is. In a teacher with positions beyond its own (`place_positions`), full attention has these and windows the teacher's;
+a layer with both is computed twice. A forward pass can begin at a later layer with the activations of an earlier pass,
+because the layers below the first one that is switched compute the same.
 """
 
 from __future__ import annotations
@@ -97,15 +98,25 @@ class SwitchableModel:
     def _attention_forward(self, index: int, attention: Any) -> Callable[..., Any]:
         forward = attention.forward
 
-        def run(*, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        def run(
+            *, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None, **kwargs: Any
+        ) -> Any:
             def masked(full: Tensor) -> Any:
-                mask = attention_mask if bool(full.all()) else self._mask(index, full, hidden_states)
-                return forward(hidden_states=hidden_states, attention_mask=mask, **kwargs)
+                whole = bool(full.all())
+                return forward(
+                    hidden_states=hidden_states,
+                    attention_mask=attention_mask if whole else self._mask(index, full, hidden_states),
+                    position_embeddings=position_embeddings if whole else position_embeddings[:2],
+                    **kwargs,
+                )
 
-            if self.gates is None:
-                return masked(self.full[index])
-            gates = self.gates[index].repeat_interleave(self.groups * attention.head_dim)
-            return blended(attention.o_proj, gates, masked, self.kv_heads)
+            full = self.full[index]
+            if self.gates is None and (len(position_embeddings) == 2 or bool((full == full[0]).all())):
+                return masked(full)
+            gates = full.to(hidden_states) if self.gates is None else self.gates[index]
+            return blended(
+                attention.o_proj, gates.repeat_interleave(self.groups * attention.head_dim), masked, self.kv_heads
+            )
 
         return run
 

@@ -9,6 +9,7 @@ from typing import Any
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
 from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
 
 from ..conversion_plan import make_plan
@@ -33,6 +34,7 @@ class SelectionTask:
         sizes: of caches at the length of a budget in bytes.
         spending: where windows are planned with the kept units: what the budget holds.
         notes: lines for the user.
+        positions: those of kept units, where the converted model reads further than the teacher.
     """
 
     teacher: Teacher
@@ -43,6 +45,7 @@ class SelectionTask:
     sizes: CacheSizes | None
     spending: Spending | None
     notes: tuple[str, ...]
+    positions: FarPositions | None = None
 
     @property
     def length(self) -> int:
@@ -61,6 +64,7 @@ class SelectionTask:
             "sinks": options.sinks,
             "length": self.length,
             "probes": options.probes,
+            **({} if self.positions is None else {"context": self.positions.context}),
         } | planned
 
     def selection(
@@ -131,4 +135,6 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
         spread = tuple(every_nth(int(config.num_hidden_layers), count))
         if found := teacher_obstacles(config, [layer for (layer,) in spread]):
             raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
-    return SelectionTask(teacher, options, candidates, count, spread, sizes, spending, tuple(notes))
+    # Heads that lose their positions have to be trained before they retrieve anything.
+    positions = table.positions if table.positions is not None and table.positions.kind == "yarn" else None
+    return SelectionTask(teacher, options, candidates, count, spread, sizes, spending, tuple(notes), positions)

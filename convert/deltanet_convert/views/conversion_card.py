@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deltanet_hf.models.far_positions import FarPositions
+
 from .card_header import Metric, card_header, licence_note, licence_of
 from .plan_view import count, index_ranges, shown_windows, size
 
@@ -47,7 +49,7 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
 # {source["name"]} with {title}
 
 {_what_changed(layers, options, changed, kept)}.
-{count(plan["parameters"])} parameters.
+{count(plan["parameters"])} parameters.{_positions_note(plan["positions"])}
 {_norms_note(report["inserted_norms"])}
 {_state_of_training(report, changed)}
 
@@ -189,6 +191,14 @@ Their attention has an RMSNorm on q and k that the teacher does not have, so tha
 The norms were fitted to change the attention little (KL divergence {found:.4f} nats on average); distillation trains
 them.
 """
+
+
+def _positions_note(positions: dict[str, Any] | None) -> str:
+    if positions is None:
+        return ""
+    far = FarPositions.from_dict(positions)
+    return f""" It reads {far.context:,} tokens, the teacher {far.teacher:,}:
+whole heads have {far.title}, windows the teacher's positions, and sinks are seen from a bounded one."""
 
 
 def _bits_note(bits: int) -> str:

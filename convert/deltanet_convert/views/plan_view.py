@@ -83,6 +83,12 @@ def print_plan(plan: Plan, console: Console) -> None:
         ratio = f"{row['teacher'] / row['converted']:.1f}x"
         caches.add_row(f"{row['context']:,}", size(row["teacher"]), size(row["converted"]), ratio)
     console.print(caches)
+    if (positions := plan.positions) is not None:
+        console.print(
+            f"Reads {positions.context:,} tokens, the teacher {positions.teacher:,}: whole heads have "
+            f"{positions.title}, windows the teacher's positions",
+            highlight=False,
+        )
 
 
 def _cache(layer: LayerPlan) -> str:

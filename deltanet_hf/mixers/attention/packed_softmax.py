@@ -6,6 +6,7 @@ softmax layer of the model: `set_cache_bits` puts it there and takes it away aga
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
+from deltanet_hf.mixers.attention.far_positions import FarSoftmax
+from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
@@ -82,7 +87,11 @@ class PackedSoftmax:
 
 
 def call_packed(
-    family: Callable[..., Any], kept: PackedReach, call: LayerCall, inputs: dict[str, Any]
+    family: Callable[..., Any],
+    kept: PackedReach,
+    call: LayerCall,
+    inputs: dict[str, Any],
+    turn: PositionEmbeddings | None = None,
 ) -> tuple[Tensor, None]:
     """A call of a family's attention on packed keys and values: ([B, T, hidden], None).
 
@@ -90,6 +99,7 @@ def call_packed(
         family: the forward of the family's attention.
         call: its cache takes the new tokens.
         inputs: other keyword arguments of `family`.
+        turn: cos and sin by which queries turn before they meet sinks, or None (`sinks_apart.py`).
 
     Raises:
         ValueError: packed sequences without a cache that knows their lengths, or a static cache.
@@ -102,7 +112,7 @@ def call_packed(
     length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
-    held = PackedTokens(
+    held = (PackedTokens if turn is None else functools.partial(TurnedSinks, turn=turn))(
         kept,
         call.state or {},
         call.padding,
@@ -127,8 +137,14 @@ def pack_softmax(attention: Any, bits: int) -> None:
     if isinstance(attention, PackedSoftmax):
         attention.__class__ = type(attention).__bases__[1]
         attention.config = attention.config.whole
+        if isinstance(attention, FarSoftmax):
+            attention.route()
     attention.cache_bits = bits
     if bits < 16:
+        if isinstance(attention, CutSoftmax):
+            raise UserError(
+                f"cache bits: got {bits}, and cut distances need keys in 16; take 16 bits, or positions of another kind"
+            )
         family: type[nn.Module] = type(attention)
         attention.__class__ = paired_class(PackedSoftmax, family, f"Packed{family.__name__}")
         attention.config = RoutedConfig(attention.config, IMPLEMENTATION)

@@ -17,13 +17,13 @@ def paired_class(front: Any, base: Any, name: str) -> Any:
 @functools.cache
 def _made(front: Any, base: Any, name: str) -> Any:
     def __reduce_ex__(self: Any, protocol: int) -> tuple[Any, ...]:
-        return _empty, (front, base, name), vars(self)
+        return _empty, (front, getattr(base, "pair", base), name), vars(self)
 
     namespace = {"__module__": base.__module__, "__qualname__": name, "__reduce_ex__": __reduce_ex__}
-    return type(name, (front, base), namespace)
+    return type(name, (front, base), {**namespace, "pair": (front, base, name)})
 
 
 def _empty(front: Any, base: Any, name: str) -> Any:
-    """An object of the class without attributes."""
-    made = paired_class(front, base, name)
+    """An object of the class without attributes; a base that is made of two itself is given as its pair."""
+    made = paired_class(front, paired_class(*base) if isinstance(base, tuple) else base, name)
     return made.__new__(made)

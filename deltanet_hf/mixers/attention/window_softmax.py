@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from deltanet_hf.mixers.attention.sinks_apart import Scores, turned, with_sinks
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
@@ -46,18 +47,7 @@ class SoftmaxCall:
     in_order: bool  # no padding, and no tokens from the cache
     eager: bool  # the implementation that the model asks for is "eager" and not "sdpa"
     weights: bool  # whether the attention weights are wanted
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How products of queries and keys become scores."""
-
-    scale: float
-    softcap: float | None
-
-    def __call__(self, products: Tensor) -> Tensor:
-        scores = products * self.scale
-        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+    turn: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, T, R] by which queries turn back for the sinks
 
 
 def attend(
@@ -70,6 +60,7 @@ def attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     call: SoftmaxCall | PackedTokens | None = None,
+    query_scale: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a family's attention calls.
@@ -77,6 +68,7 @@ def attend(
     Args:
         module: the family's attention.
         query, key, value: [B, HQ, T, D], [B, HK, N, D], [B, HK, N, D].
+        query_scale: [B or 1, T], of the queries to packed keys; None for 1.
 
     Returns:
         [B, T, HQ, D], and the weights [B, HQ, T, N] if they were computed.
@@ -84,6 +76,8 @@ def attend(
     assert call is not None
     if isinstance(call, PackedTokens):  # keys and values in few bits
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
+        if query_scale is not None:
+            q = (q * query_scale[:, :, None, None]).to(q.dtype)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         output, _ = with_learned_sinks(*call.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
         return output.to(query.dtype).contiguous(), None
@@ -92,10 +86,14 @@ def attend(
     if dropout == 0 and not (call.weights and eager) and not has_sinks and operator_pays(call, query):
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
+        q = q if call.turn is None else torch.cat([q, turned(q, call.turn)], dim=2)
         return _by_operator(q, k, v, call, scores).contiguous(), None
     mask = call.tokens.sees(call.seen, call.reach.window, call.reach.sinks, call.reach.family_window).unsqueeze(1)
+    if call.turn is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key = _side_by_side(query, key, call, call.turn)
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
-    if not eager and query.shape[2] == 1 and not query.is_cuda and dropout == 0:
+    if not eager and query.shape[2] == 1 and not query.is_cuda and dropout == 0 and call.turn is None:
         # With a mask, SDPA would want a copy of keys and values for every query head.
         return torch_decode_attention(DecodeAttentionCall(query, key, value, mask, scaling)).transpose(1, 2), None
     if not eager:
@@ -104,6 +102,14 @@ def attend(
     by_family: Any = sys.modules[type(module).__module__]
     capped = {} if softcap is None else {"softcap": softcap}
     return by_family.eager_attention_forward(module, query, key, value, mask, **options, **capped)  # type: ignore[no-any-return]
+
+
+def _side_by_side(query: Tensor, key: Tensor, call: SoftmaxCall, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Queries [B, HQ, T, 2 D], as they are and turned, and keys [B, HK, N, 2 D]; sinks meet the turned ones."""
+    numbers = call.seen.numbers[:, None, :, None]
+    sink = (numbers > 0) & (numbers <= call.reach.sinks)
+    back = turned(query.transpose(1, 2), turn).transpose(1, 2)
+    return torch.cat([query, back], dim=-1), torch.cat([key.masked_fill(sink, 0), key.masked_fill(~sink, 0)], dim=-1)
 
 
 def operator_pays(call: SoftmaxCall, query: Tensor) -> bool:
@@ -130,11 +136,14 @@ def blocks_pay(window: int, length: int) -> bool:
 
 
 def _by_operator(q: Tensor, k: Tensor, v: Tensor, call: SoftmaxCall, scores: Scores) -> Tensor:
-    """Attention [B, T, HQ, D] of q [B, T, HQ, D] to k and v [B, N, HK, D]."""
+    """Attention [B, T, HQ, D] of q [B, T, HQ, D] to k and v [B, N, HK, D].
+
+    With a turn, q [B, T, 2 HQ, D] are the queries and, behind them, the turned ones.
+    """
     if call.cu_seqlens is not None:
         shape, numbers = q.shape, call.tokens.numbers.reshape(1, -1)
         q, k, v = (states.flatten(0, 1).unsqueeze(0) for states in (q, k, v))
-        return _ordered(q, k, v, numbers, call, scores).view(shape)
+        return _ordered(q, k, v, numbers, call, scores).view(*shape[:2], -1, shape[3])
     if call.in_order:
         return _ordered(q, k, v, call.tokens.numbers, call, scores)
 
@@ -147,39 +156,36 @@ def _by_operator(q: Tensor, k: Tensor, v: Tensor, call: SoftmaxCall, scores: Sco
 def _ordered(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: SoftmaxCall, scores: Scores) -> Tensor:
     """Attention [B, N, HQ, D] among tokens in the order of their numbers [B or 1, N] in their sequences."""
     window, sinks, limit = call.reach.window, call.reach.sinks, call.reach.family_window
+    q, back = (q, q) if call.turn is None else q.chunk(2, dim=2)
     if limit is not None and limit <= window:
         window, sinks = limit, 0
-    limited = limit is not None and sinks > 0 and not (call.in_order and q.shape[1] <= limit)
-    seen = 0 if limited else sinks
+    limited = limit is not None and not (call.in_order and q.shape[1] <= limit)
+    apart = sinks > 0 and (limited or call.turn is not None)
+    seen = 0 if apart else sinks
     near, lse = window_attention(q, k, v, window, seen, scores.scale, call.cu_seqlens, scores.softcap)
-    return _with_limited_sinks(q, k, v, numbers, call, scores, near, lse) if limited else near
+    return _with_sinks_apart(back, k, v, numbers, call, scores, near, lse) if apart else near
 
 
-def _with_limited_sinks(
+def _with_sinks_apart(
     q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: SoftmaxCall, scores: Scores, near: Tensor, lse: Tensor
 ) -> Tensor:
     """Adds the sinks that a family's own window still shows to attention `near` [B, N, HQ, D] over the window alone.
 
-    The operator shows sinks at any distance. `lse` [B, N, HQ] is the log-sum-exp of its scores.
+    The operator shows sinks at any distance. `lse` [B, N, HQ] is the log-sum-exp of its scores, and q as for the sinks.
     """
     reach, length = call.reach, q.shape[1]
-    assert reach.family_window is not None
     count = min(reach.sinks, length)
     if call.cu_seqlens is None:
-        k, v, sinks, tokens = k[:, :count], v[:, :count], numbers[:, None, :count], "bshd"
+        k, v, sinks = k[:, :count], v[:, :count], numbers[:, None, :count]
     else:  # those of each token's own sequence; places behind its end are masked
-        sinks, tokens = torch.arange(1, count + 1, device=q.device), "btshd"
+        sinks = torch.arange(1, count + 1, device=q.device)
         places = torch.arange(length, device=q.device)[:, None] - numbers[0, :, None] + sinks
         k, v = (states[:, places.clamp(max=length - 1)] for states in (k, v))
     distance = numbers.unsqueeze(-1) - sinks
-    seen = (distance >= reach.window) & (distance < reach.family_window) & (sinks > 0) & (sinks <= reach.sinks)
-    grouped = q.unflatten(2, (k.shape[-2], -1)).to(lse.dtype)
-    logits = scores(torch.einsum(f"bthgd,{tokens}->bthgs", grouped, k.to(lse.dtype)))
-    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf).flatten(2, 3)
-    total = torch.cat([lse.unsqueeze(-1), logits], dim=-1).logsumexp(-1, keepdim=True)
-    weights = (logits - total).exp().unflatten(2, (k.shape[-2], -1))
-    far = torch.einsum(f"bthgs,{tokens}->bthgd", weights, v.to(lse.dtype)).flatten(2, 3)
-    return ((lse.unsqueeze(-1) - total).exp() * near + far).to(near.dtype)
+    seen = (distance >= reach.window) & (sinks > 0) & (sinks <= reach.sinks)
+    if reach.family_window is not None:
+        seen = seen & (distance < reach.family_window)
+    return with_sinks(near, lse, q, k, v, seen, scores)[0]
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

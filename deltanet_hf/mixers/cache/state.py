@@ -40,6 +40,7 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
         self.record_past = False
         self.history = History()
         self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
+        self.longest: int | None = None  # while they are, the tokens that there will be at most, if that is known
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0
         self.device: torch.device | None = None  # type: ignore[assignment]

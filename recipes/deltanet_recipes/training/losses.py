@@ -61,6 +61,7 @@ class KlTerms:
     temperature: float = 1.0
     reverse: bool = False
     recall_weight: float = 0.0
+    far_ce_weight: float = 0.0
 
 
 # (student hidden, student weight, labels, teacher inputs...) -> (sums of loss, KL and cross-entropy [3], gradient of
@@ -71,15 +72,19 @@ ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
     """The loss of a chunk, given the teacher's last hidden states [n, D'] and output matrix [V, D'].
 
-    With a `recall_weight`, the chunk gets four: the hidden states, those of the teacher under a window [n, D'], the
-    output matrix, and the mean weight [] of a token (`recall_weights`).
+    With a `recall_weight`, the hidden states are followed by those of the teacher under a window [n, D'], and the
+    output matrix by the mean weight [] of a token (`recall_weights`). With a `far_ce_weight`, whether the teacher was
+    trained on a token's position [n] bool stands before the output matrix.
     """
 
     def chunk(
         hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *given: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         product = F.linear(hidden, weight)
-        student, weights = head.scaled(product), None
+        student, weights, taught = head.scaled(product), None, None
+        if terms.far_ce_weight > 0:
+            matrix = 2 if terms.recall_weight > 0 else 1
+            taught, given = given[matrix], given[:matrix] + given[matrix + 1 :]
         if terms.recall_weight > 0:
             teacher_hidden, windowed_hidden, teacher_weight, mean = given
             teacher = teacher_head.logits(teacher_hidden, teacher_weight)
@@ -87,7 +92,7 @@ def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
             weights = recall_weights(teacher, windowed, terms.recall_weight) / mean
         else:
             teacher = teacher_head.logits(*given)
-        sums, gradient = _from_logits(student, teacher, labels, terms, weights)
+        sums, gradient = _from_logits(student, teacher, labels, terms, weights, taught)
         return sums, head.product_gradient(gradient, student).to(product.dtype)
 
     return chunk
@@ -117,10 +122,12 @@ def _from_logits(
     labels: torch.Tensor,
     terms: KlTerms,
     weights: torch.Tensor | None,
+    taught: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums [3] of a ChunkLoss and the gradient of the loss with respect to the student's logits [n, V].
 
-    `weights` [n] are those of the KL term of each token; the KL that is returned for the log has none. One pass over
+    `weights` [n] are those of the KL term of each token; the KL that is returned for the log has none. Tokens that are
+    not `taught` [n] have no KL, and a weight of cross-entropy of their own. One pass over
     the logits takes the normalisers and one values and gradient; autograd would take two more. With
     p = softmax(s / temperature) and u = softmax(t / temperature), the gradient is
 
@@ -136,17 +143,21 @@ def _from_logits(
     else:
         kl = kl_from_log_probs(log_u, log_p)
         gradient = tau * (p - u)
+    ce_weight = torch.full_like(kl, terms.ce_weight)
+    if taught is not None:
+        kl, gradient = kl * taught, gradient * taught[:, None]
+        ce_weight = ce_weight.where(taught, terms.far_ce_weight)
     weighted = kl
     if weights is not None:
         weighted, gradient = kl * weights, gradient * weights[:, None]
     log_p = log_p if tau == 1.0 else F.log_softmax(student, dim=-1)
     is_label = torch.arange(student.shape[-1], device=student.device) == labels[:, None]
     ce = -torch.where(is_label, log_p, 0.0).sum(-1)
-    gradient = terms.kl_weight * gradient + terms.ce_weight * (log_p.exp() - is_label.float())
+    gradient = terms.kl_weight * gradient + ce_weight[:, None] * (log_p.exp() - is_label.float())
     scored = labels >= 0
-    kl_sum, weighted_sum, ce_sum = (x.masked_fill(~scored, 0.0).sum() for x in (kl * tau**2, weighted * tau**2, ce))
-    loss = terms.kl_weight * weighted_sum + terms.ce_weight * ce_sum
-    return torch.stack([loss, kl_sum, ce_sum]), gradient.masked_fill(~scored[:, None], 0.0)
+    loss = terms.kl_weight * weighted * tau**2 + ce_weight * ce
+    sums = [x.masked_fill(~scored, 0.0).sum() for x in (loss, kl * tau**2, ce)]
+    return torch.stack(sums), gradient.masked_fill(~scored[:, None], 0.0)
 
 
 class ChunkedLoss(torch.autograd.Function):

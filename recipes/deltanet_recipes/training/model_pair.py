@@ -74,7 +74,13 @@ def check_models(recipe: Recipe) -> PreTrainedConfig:
             f"data.isolate_documents: softmax attention of {family} does not keep packed documents apart; set false"
         )
     config = _opened(loading.load_config, name, "teacher", revision)
+    longest = int(config.get_text_config().max_position_embeddings)
     for stage in recipe.stages:
+        if stage.sequence_length > longest and not getattr(stage, "far_ce_weight", 0.0):
+            raise UserError(
+                f"stages.{stage_name(stage)}.sequence_length: got {stage.sequence_length}, and the teacher's positions "
+                f"end at {longest}; give fewer, or far_ce_weight to a student that reads further"
+            )
         if getattr(stage, "recall_weight", 0.0) > 0 and config.model_type not in FAMILIES:
             raise UserError(
                 f"stages.{stage_name(stage)}.recall_weight: needs a softmax teacher, to compare it with itself "

@@ -137,6 +137,8 @@ class DistilLoss(nn.Module):
         recall_weight: the weight of `losses.recall_weights`. Unless it is 0, `measure_mean_weight` sets, before
             training, the mean by which weights are divided: a constant, so that the loss is linear in the tokens.
         adapters: those of the student that are multiplied before each of its forward passes.
+        positions: those that the teacher was trained on, beyond which tokens have `KlTerms.far_ce_weight` alone; None
+            if it is 0.
     """
 
     def __init__(
@@ -150,9 +152,10 @@ class DistilLoss(nn.Module):
         hidden_error: Error = relative_squared_error,
         recall_weight: float = 0.0,
         adapters: MergedAdapters | None = None,
+        positions: int | None = None,
     ) -> None:
         super().__init__()
-        self.recall_weight, self.adapters = recall_weight, adapters
+        self.recall_weight, self.adapters, self.positions = recall_weight, adapters, positions
         self.mean_weight: torch.Tensor
         self.register_buffer("mean_weight", torch.ones(()), persistent=False)
         self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
@@ -185,6 +188,8 @@ class DistilLoss(nn.Module):
         shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
         if self.recall_weight > 0:
             shared = (*shared, self.mean_weight)
+        if self.positions is not None:
+            per_token = (*per_token, (batch.rows.position_ids < self.positions).flatten())
         give_back_freed_memory(hidden.device)
         total, kl, ce = ChunkedLoss.apply(
             self.chunk_loss,
@@ -198,10 +203,14 @@ class DistilLoss(nn.Module):
         metrics: list[Any] = [kl, ce]
         if self.hidden_weight > 0:
             errors = [self._hidden_error(s, t) for s, t in zip(states, teacher_states, strict=True)]
-            hidden_error = (torch.stack(errors).mean(0) * batch.rows.scored).sum()
+            hidden_error = (torch.stack(errors).mean(0) * self._compared(batch.rows)).sum()
             total = total + self.hidden_weight * hidden_error
             metrics.append(hidden_error.detach())
         return total / batch.scored, torch.stack(metrics) / batch.scored
+
+    def _compared(self, rows: Rows) -> torch.Tensor:
+        """The scored tokens at positions that the teacher was trained on, [R, L] bool."""
+        return rows.scored if self.positions is None else rows.scored & (rows.position_ids < self.positions)
 
     @torch.no_grad()
     def _teach(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
@@ -228,7 +237,7 @@ class DistilLoss(nn.Module):
         total, count = torch.zeros_like(self.mean_weight), 0
         for batch in map(self.prepare, batches):
             (full, near), _ = self._teach(batch)
-            scored = batch.rows.scored.flatten()
+            scored = self._compared(batch.rows).flatten()
             for begin in range(0, len(full), self.chunk):
                 piece = slice(begin, begin + self.chunk)
                 logits = [head.logits(hidden[piece], matrix) for hidden in (full, near)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -156,8 +157,11 @@ class StageRun:
             stage.temperature,
             stage.direction == "reverse",
             stage.recall_weight,
+            stage.far_ce_weight,
         )
         teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
+        config: Any = teacher.config
+        positions = int(config.max_position_embeddings)
         layers = [*decoder_layers(self.student), *decoder_layers(teacher)]
         chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
         hidden_error = relative_squared_error
@@ -178,6 +182,7 @@ class StageRun:
             hidden_error,
             stage.recall_weight,
             adapters,
+            positions if stage.far_ce_weight > 0 else None,
         )
         self.runtime.shard(objective, layers, teacher)
         feed = RowFeed(self.data.training, stage, self.runtime, score_all=False)

@@ -18,7 +18,7 @@ from deltanet_recipes.config import read_recipe
 from deltanet_recipes.shipped import shipped_recipes
 
 DEFAULT = ConvertOptions()
-SINGLE = ("profile", "calibration_tokens", "dtype", "seed")
+SINGLE = ("profile", "calibration_tokens", "context", "positions", "dtype", "seed")
 """Options of `convert` that are left out where they have their defaults."""
 STUDENT, RUN = "student", "run"  # the folders in the commands
 OWN = ("student", "teacher", "output", "log", "engine")  # keys of a recipe that decide nothing about the model

@@ -1,0 +1,49 @@
+"""Packed keys and values of a window whose sinks are seen from a bounded position (`sinks_apart.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltanet_hf.mixers.attention.sinks_apart import Scores, turned, with_sinks
+from deltanet_hf.mixers.cache.packed_reach import PackedReach
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_kernels import round_tokens
+from deltanet_kernels.packed_cache.calls import RoundTokensCall
+from deltanet_kernels.packed_cache.layout import SINKS, tokens_of
+
+
+class TurnedSinks(PackedTokens):
+    """As the base class, for queries that are turned before they meet the sinks outside of their window.
+
+    Args:
+        kept, more: as for the base class.
+        turn: cos and sin [B or 1, T, R] of the way back.
+    """
+
+    def __init__(self, kept: PackedReach, *more: Any, turn: tuple[Tensor, Tensor], **named: Any) -> None:
+        super().__init__(replace(kept, sinks=0), *more, **named)
+        assert kept.window is not None
+        self._window, self._sinks, self._turn = kept.window, kept.sinks, turn
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        """As in the base class."""
+        tokens = Tokens.of(len(q), q.shape[1], self._padding, None, self.state.get("count"), q.device)
+        near, lse = super().attend(q, k, v, scale, softcap)
+        keys, values = self._first(k, v)
+        sinks = torch.arange(1, keys.shape[1] + 1, device=q.device)
+        seen = (tokens.numbers.unsqueeze(2) - sinks >= self._window) & (sinks <= self._sinks)
+        return with_sinks(near, lse, turned(q, self._turn), keys, values, seen, Scores(scale, softcap))
+
+    def _first(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first tokens [B, S, HK, D], in 8 bits."""
+        if not self.state:  # a text that is read without a cache
+            return round_tokens.unchecked(RoundTokensCall(k[:, :SINKS], v[:, :SINKS]))
+        cache = self._cache(self.state)
+        first = {name: getattr(cache, name)[:, :, :SINKS] for name in ("keys", "values", "token_scales")}
+        keys, values = tokens_of(cache._replace(**first), k.dtype)
+        return keys.transpose(1, 2), values.transpose(1, 2)

@@ -1,0 +1,170 @@
+"""The setting of a model that reads further than its teacher, `positions` in the `deltanet` entry of config.json.
+
+    {"kind": "yarn", "teacher": 8192, "context": 32768}
+
+Windows keep the teacher's positions and see sinks as from a bounded one; whole heads get positions that reach as far as
+the context. `mixers/attention/far_positions.py` says what the layers are given.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
+from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, ScaledSoftmax
+from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
+from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
+from deltanet_hf.mixers.window import WindowAttention
+
+PositionKind = Literal["yarn", "nope", "cut"]
+FURTHEST_SINK = 4096  # positions from which sinks are seen, at most
+
+
+@dataclass(frozen=True)
+class FarPositions:
+    """How far a model reads, and the positions of its whole heads.
+
+    `yarn`: YaRN (arXiv 2309.00071) with the factor context / teacher. `nope`: none, and queries at position p, from 0,
+    are multiplied by log(p + a) / log a with a = the teacher's positions (HALO, SWAN): a head without positions spreads
+    over longer texts unless its scores grow. `cut`: the teacher's, with longer distances than it was trained on cut
+    (`mixers/attention/cut_distances.py`).
+    """
+
+    kind: PositionKind
+    teacher: int  # positions that the teacher was trained on
+    context: int  # those that the model reads
+
+    @classmethod
+    def from_dict(cls, values: Any) -> FarPositions:
+        """Read the setting.
+
+        Raises:
+            ValueError: naming the key that is wrong.
+        """
+        where = "deltanet.positions"
+        if not isinstance(values, Mapping) or set(values) != {"kind", "teacher", "context"}:
+            raise ValueError(f"{where}: got {values!r}, expected the keys kind, teacher and context")
+        check_choice(where, "kind", values["kind"], get_args(PositionKind))
+        check_at_least(where, "teacher", values["teacher"], 2)
+        check_at_least(where, "context", values["context"], values["teacher"] + 1)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sink_bound(self, reach: int) -> int:
+        """The furthest position from which sinks are seen, where windows hold them up to the position `reach`."""
+        return max(reach, min(FURTHEST_SINK, self.teacher // 2))
+
+    @property
+    def title(self) -> str:
+        """The positions of whole heads, for people."""
+        titles = {"yarn": f"YaRN x {self.context / self.teacher:g}", "nope": "no positions", "cut": "cut distances"}
+        return titles[self.kind]
+
+
+class FarRotary(nn.Module):
+    """Stands for the family's rotary embedding `own`; the results are as in `mixers/attention/far_positions.py`."""
+
+    def __init__(self, own: nn.Module, positions: FarPositions, sink_bound: int, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.own, self.positions, self.sink_bound = own, positions, sink_bound
+        self.whole: Any = None
+        if positions.kind == "yarn":
+            self.whole = type(own)(config=yarn_config(config, positions.teacher, positions.context))  # type: ignore[call-arg]
+
+    @property
+    def rope_type(self) -> str:
+        """By the names of transformers: `dynamic` depends on the length of a text, so that no step is recorded."""
+        return "dynamic" if self.positions.kind == "cut" else "default"
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
+        """x gives dtype and device; position_ids [B or 1, T]."""
+        cos, sin = self.own(x, position_ids)
+        turn = self.own(x, position_ids.clamp_max(self.sink_bound) - position_ids)
+        if self.whole is not None:
+            return cos, sin, *self.whole(x, position_ids), *turn
+        rotated_by_nothing = torch.ones_like(cos), torch.zeros_like(sin)
+        if self.positions.kind == "cut":
+            return cos, sin, *rotated_by_nothing, *turn, position_ids
+        a = self.positions.teacher
+        scale = (position_ids + a).float().log() / math.log(a)
+        return cos, sin, *rotated_by_nothing, *turn, scale
+
+
+def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrainedConfig:
+    """A copy of a family's configuration with YaRN from the teacher's positions to those of the context."""
+    changed: Any = copy.deepcopy(config)
+    changed.max_position_embeddings = context
+    changed.rope_parameters = changed.rope_parameters | {
+        "rope_type": "yarn",
+        "factor": context / teacher,
+        "original_max_position_embeddings": teacher,
+    }
+    return changed  # type: ignore[no-any-return]
+
+
+FRONTS: dict[PositionKind, type[FarSoftmax]] = {"yarn": FarSoftmax, "nope": ScaledSoftmax, "cut": CutSoftmax}
+"""What stands before a family's attention."""
+
+
+def make_far(attention: Any, rotary: FarRotary) -> None:
+    """Let a family's attention read by the positions of whole heads; again, by those of another rotary embedding."""
+    positions = rotary.positions
+    if not isinstance(attention, FarSoftmax):
+        front, family = FRONTS[positions.kind], type(attention)
+        attention.__class__ = paired_class(front, family, f"{front.__name__}{family.__name__}")
+        attention.route()
+    if isinstance(attention, CutSoftmax):
+        attention.rotary, attention.limit = (rotary.own,), positions.teacher
+
+
+def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
+    """Let a model, whose layers are in their places, read by these positions.
+
+    Raises:
+        UserError: the family's positions cannot be extended, or there are layers other than windows and softmax.
+    """
+    decoder, config = model.model, model.config
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default":
+        raise UserError(
+            f"context: got a teacher whose rotary positions are {rope.get('rope_type', 'set by layer')}, and only "
+            "default ones can be extended; convert without --context"
+        )
+    windows: list[Any] = []
+    whole: list[Any] = []
+    for index, layer in enumerate(decoder.layers):
+        if sliding_window(config, index) is not None or not getattr(layer.self_attn, "use_rope", True):
+            raise UserError(
+                f"context: layer {index} of the teacher slides or has no rotary positions, which cannot be extended; "
+                "convert without --context"
+            )
+        for branch in branches_of(layer.self_attn).values():
+            if isinstance(branch, WindowAttention):
+                windows.append(branch)
+            elif isinstance(branch, LayerKind):
+                raise UserError(
+                    f"context: layer {index} is {branch.name}, which reads no further than the teacher; take --mixer "
+                    f"{WindowAttention.name}, or leave out --context"
+                )
+            else:
+                whole.append(branch)
+    bound = positions.sink_bound(max((one.settings.window + one.settings.sinks for one in windows), default=0))
+    rotary = FarRotary(decoder.rotary_emb, positions, bound, config)
+    for window in windows:
+        window.sink_bound = bound
+    for attention in whole:
+        make_far(attention, rotary)
+    decoder.rotary_emb = rotary

@@ -1,0 +1,161 @@
+"""Measures how far a teacher reads, and how far it does once converted, without training unless models are given.
+
+    python -m measuring.study.context TEACHER arrays/reported/novels.npy recipes/results/smollm2-135m-context.json
+
+The rows: the teacher, the teacher by YaRN, the default conversion with the teacher's positions and with each kind of
+positions beyond, and models of `--model`. Of each, at 8k, 16k and 32k tokens: needles found (`far_needles.py`), and the
+nats of the same 2,048 tokens of novels at the end of texts of these lengths. Minutes on a GPU, in bfloat16; models keep
+keys and values in their own bits.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from deltanet_convert.convert import convert
+from deltanet_convert.job import prepare
+from deltanet_convert.options import ConvertOptions
+from deltanet_hf.data import prefix_ids
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.probes import answer_outcomes
+from deltanet_hf.exit_codes import run_command
+from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
+from deltanet_hf.models.cache_bits import cache_bits_of, stored_bytes
+from deltanet_hf.models.far_positions import PositionKind, yarn_config
+from measuring.rows import Row, RowFile, fill, machine
+from measuring.study.far_needles import KINDS
+
+LENGTHS = (8192, 16384, 32768)
+SCORED = 2048  # tokens at the end of a text whose nats are measured
+TEXTS, PROBES = 8, 20  # of each length
+LOSSES = 512  # tokens whose logits are normalised at a time
+Maker = Callable[[], PreTrainedModel]
+
+
+class FarMeasure:
+    """Measures models at `LENGTHS`.
+
+    Args:
+        novels: token ids [n] of running text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, novels: np.ndarray) -> None:
+        if novels.size < max(LENGTHS):
+            raise UserError(f"novels: got {novels.size:,} tokens, a text takes {max(LENGTHS):,}; give a longer array")
+        self.prefix = prefix_ids(tokenizer)
+        self.ends = np.linspace(max(LENGTHS), novels.size, TEXTS).astype(int)
+        self.novels = novels
+        self.probes = {
+            f"{name}_{_short(length)}": kind.probes(tokenizer, novels, length, PROBES)
+            for length in LENGTHS
+            for name, kind in KINDS.items()
+        }
+
+    def __call__(self, model: PreTrainedModel) -> Row:
+        """Shares of numbers that are found, and nats per token; the bytes of a sequence of the greatest length."""
+        found = {name: round(float(answer_outcomes(model, some).exact.mean()), 3) for name, some in self.probes.items()}
+        nats = {f"nats_{_short(length)}": round(self._nats(model, length), 4) for length in LENGTHS}
+        size = stored_bytes(model, max(LENGTHS), cache_bits_of(model), torch.bfloat16)
+        return {**found, **nats, f"MB_{_short(max(LENGTHS))}": round(size / 1e6, 1)}
+
+    @torch.inference_mode()
+    def _nats(self, model: PreTrainedModel, length: int) -> float:
+        losses: list[Tensor] = []
+        for end in self.ends:
+            text = [*self.prefix, *self.novels[end - length : end].tolist()]
+            ids = torch.tensor([text], device=model.device)
+            logits = model(ids, use_cache=False, logits_to_keep=SCORED + 1).logits[0, :-1]
+            right = ids[0, -SCORED:]
+            losses += map(_losses, logits.split(LOSSES), right.split(LOSSES))
+        return float(torch.cat(losses).double().mean())
+
+
+def _losses(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), ids, reduction="none")
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def main(
+    teacher: Annotated[str, typer.Argument(help="Softmax model: a folder, a Hub id or a .gguf file.")],
+    novels: Annotated[Path, typer.Argument(help=".npy file of token ids, a text of 33k tokens or more.")],
+    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added; it keeps those that it has.")],
+    model: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a trained model; repeatable.")] = None,
+) -> None:
+    """Measure a teacher, its untrained conversions and trained models beyond its positions."""
+    began, device = time.perf_counter(), chosen_device(None)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        converted = Path(folder) / "converted"
+        options = ConvertOptions.of_command_line({"context": str(max(LENGTHS)), "dtype": _name(dtype)})
+        job = prepare(teacher, converted, options)
+        convert(job, converted, lambda *_: None)
+        own = job.teacher.source.folder
+        makers = {**_teachers(job.teacher.name, own, dtype), **_students(converted, dtype)}
+        for name, _, trained in (entry.partition("=") for entry in model or ()):
+            makers[name] = partial(load_model, name, Path(trained), dtype)
+        measure = FarMeasure(load_tokenizer(job.teacher.name, own), np.load(novels).astype(np.int64))
+
+        def row(labels: Row) -> Row:
+            return measure(makers[labels["model"]]().to(device))  # type: ignore[arg-type]
+
+        words = [
+            job.teacher.name,
+            novels.name,
+            out.name,
+            *(f"--model={entry.split('=')[0]}=FOLDER" for entry in model or ()),
+        ]
+        head = {
+            "command": shlex.join(["python", "-m", "measuring.study.context", *words]),
+            **machine("transformers", "triton"),
+            "probes": PROBES,
+            "texts": TEXTS,
+            "scored_tokens": SCORED,
+        }
+        fill(RowFile(out, ("model",), head), ({"model": name} for name in makers), row)
+    typer.echo(f"{out}: {time.perf_counter() - began:.0f} s")
+
+
+def _teachers(name: str, folder: Path, dtype: torch.dtype) -> dict[str, Maker]:
+    """The teacher as it is and by YaRN."""
+    config = load_config(name, folder)
+    further = yarn_config(config, int(config.max_position_embeddings), max(LENGTHS))  # type: ignore[attr-defined]
+    load = partial(load_model, name, folder, dtype)
+    return {"teacher": load, "teacher, YaRN": partial(load, config=further)}
+
+
+def _students(folder: Path, dtype: torch.dtype) -> dict[str, Maker]:
+    """The conversion in a folder, which has positions beyond, with those of the teacher and with every kind."""
+    made: dict[str, Maker] = {}
+    for kind in (None, *get_args(PositionKind)):
+        config: Any = load_config("converted", folder)
+        positions = config.deltanet.pop("positions")
+        if kind == "cut":
+            config.deltanet.pop("cache_bits")  # its keys have 16 bits
+        if kind is not None:
+            config.deltanet = config.deltanet | {"positions": positions | {"kind": kind}}
+        made[f"converted, {kind or 'as it is'}"] = partial(load_model, "converted", folder, dtype, config=config)
+    return made
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    run_command(lambda: typer.run(main))

@@ -1,0 +1,321 @@
+"""Models that read further than their teacher against the definition of their positions, in every form of cache."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from deltanet_hf import LayerTable, converted_config
+from deltanet_hf.decoding import decoded_by, fixed_cache
+from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.errors import UserError
+from deltanet_hf.fast import FastDecoder, fast_form, packed
+from deltanet_hf.mixers.cache.argument import CACHE
+from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
+from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.assisted import place_layers
+from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.far_positions import FarPositions
+from deltanet_hf.sessions.model_identity import model_identity
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, rounded_tokens
+from support.float64 import Float64
+from support.plain_form import plain_form
+from support.refusals import assert_refused
+from support.replayed_step import Recorder
+from support.tiny_models import mixed_table, randomise, teacher_config
+
+TEACHER, CONTEXT, THETA = 32, 128, 1e4
+IDS = torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(0))
+FORMS = [("yarn", 16), ("yarn", 8), ("yarn", 4), ("nope", 16), ("nope", 4), ("cut", 16)]
+
+
+def table(positions: FarPositions | None = None) -> LayerTable:
+    """A layer that is whole, two with whole heads and windows, and one with windows alone."""
+    mixed = mixed_table("softmax", "window", sinks=3).with_windows((5, 40, 7, 9))
+    local = LayerTable.preset(1, "window", window=9, sinks=3).only_kind
+    kinds, (_, second, third, _) = {**mixed.kinds, "local": local}, mixed.layers
+    return LayerTable(kinds, ("softmax", second, third, "local"), positions=positions)
+
+
+def made(layers: LayerTable, bits: int = 16, family: str = "llama") -> PreTrainedModel:
+    config = converted_config(teacher_config(family, max_position_embeddings=TEACHER), layers)
+    model = model_class(family)(config).eval()
+    randomise(model, 0)
+    return set_cache_bits(model, bits)
+
+
+def far(kind: Any, bits: int = 16, family: str = "llama") -> PreTrainedModel:
+    return made(table(FarPositions(kind, TEACHER, CONTEXT)), bits, family)
+
+
+def frequencies(size: int, yarn: bool) -> Tensor:
+    """The angles per position of a head's pairs of channels [D / 2]; with the ramp of YaRN (arXiv 2309.00071)."""
+    pairs = torch.arange(size // 2, dtype=torch.float64)
+    own = THETA ** (-2 * pairs / size)
+    if not yarn:
+        return own
+    low, high = (size * math.log(TEACHER / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+    ramp = ((pairs - low) / (high - low)).clamp(0, 1)
+    return own * (1 - ramp) + own / (CONTEXT / TEACHER) * ramp
+
+
+def rotated(x: Tensor, positions: Tensor, by: Tensor) -> Tensor:
+    """x [B, T, H, D] at positions [T]."""
+    angles = (positions[:, None] * by)[:, None]
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def defined(branch: Any, x: Tensor, kind: str, bits: int) -> Tensor:
+    """The output of a whole or a window branch for x [B, T, hidden], pair of tokens by pair of tokens."""
+    size, token = branch.head_dim, torch.arange(x.shape[1])
+    q, k, v = (getattr(branch, f"{name}_proj")(x).unflatten(-1, (-1, size)) for name in "qkv")
+    plain, is_window = k, isinstance(branch, WindowAttention)
+    by = frequencies(size, kind == "yarn" and not is_window)
+    cut = 0 if is_window or kind != "cut" else TEACHER
+    if is_window or kind != "nope":
+        scale = 1 if is_window or cut else 0.1 * math.log(CONTEXT / TEACHER) + 1
+        near, k = rotated(q, token, by) * scale, rotated(k, token, by) * scale
+    else:
+        near = q * ((token + TEACHER).double().log() / math.log(TEACHER))[:, None, None]
+    plain, k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (plain, k, v))
+    own = packed = (k, v)
+    if bits < 16:
+        own = rounded_tokens(k), rounded_tokens(v)
+        full = len(token) // GROUP * GROUP
+        keys = own[0][:, :full].unflatten(1, (-1, GROUP)).transpose(2, -1)
+        values = own[1][:, :full].unflatten(-1, (-1, min(GROUP, size)))
+        in_groups = fake_quantised(keys, bits).transpose(2, -1).flatten(1, 2), fake_quantised(values, bits).flatten(-2)
+        packed = tuple(torch.cat([x, y[:, full:]], dim=1) for x, y in zip(in_groups, own, strict=True))  # type: ignore[assignment]
+    distance, is_sink = token[:, None] - token, token < 3
+    is_own = (token[:, None] // GROUP == token // GROUP) | (token < SINKS)
+
+    def products(q: Tensor) -> Tensor:
+        whole, rounded = (torch.einsum("bthd,bshd->bhts", q, keys) for keys in (own[0], packed[0]))
+        return torch.where(is_own, whole, rounded)
+
+    scores, seen = products(near), distance >= 0
+    if cut:
+        far = torch.einsum("bthd,bshd->bhts", rotated(q, 0 * token + cut - 1, by), plain)
+        scores = torch.where(distance < cut, scores, far)
+    if is_window:
+        window, bound = branch.settings.window, 40 + 3  # half the teacher's positions would not hold the longest window
+        scores = torch.where((distance >= window) & is_sink, products(rotated(q, token.clamp_max(bound), by)), scores)
+        seen = seen & ((distance < window) | is_sink)
+    weights = (scores * branch.scaling).masked_fill(~seen, -torch.inf).softmax(-1)
+    output = torch.einsum("bhts,bshd->bthd", weights * is_own, own[1])
+    return branch.o_proj((output + torch.einsum("bhts,bshd->bthd", weights * ~is_own, packed[1])).flatten(2))  # type: ignore[no-any-return]
+
+
+def by_definition(model: Any, kind: str, bits: int) -> Tensor:
+    """Logits of IDS."""
+    with pytest.MonkeyPatch.context() as patch, plain_form():
+        for layer in model.model.layers:
+
+            def attention(*, hidden_states: Tensor, own: Any = layer.self_attn, **kwargs: Any) -> tuple[Tensor, None]:
+                return sum(defined(part, hidden_states, kind, bits) for part in branches_of(own).values()), None  # type: ignore[return-value]
+
+            patch.setattr(layer.self_attn, "forward", attention)
+        logits: Tensor = model(IDS, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize(("kind", "bits"), FORMS)
+@torch.no_grad()
+def test_every_form_of_cache_computes_the_definition(kind: str, bits: int) -> None:
+    with Float64():
+        model = far(kind, bits).double()
+        wanted = by_definition(model, kind, bits)
+        assert isinstance(fast_form(model), FastDecoder)
+
+        def differs(logits: Tensor) -> float:
+            return float((logits - wanted).abs().max() / wanted.abs().max())
+
+        def in_parts(*parts: int, cache: Any = None) -> Tensor:
+            cache = cache or DynamicCache(config=model.config)
+            read = [model(ids, use_cache=True, **{CACHE: cache}).logits for ids in IDS.split(parts, dim=1)]
+            return torch.cat(read, dim=1)
+
+        found = [model(IDS, use_cache=False).logits, in_parts(60, *[1] * 40), in_parts(12, 1, 1, 1, 1, 40, 1, 43)]
+        with plain_form():
+            found += [model(IDS, use_cache=False).logits, in_parts(60, *[1] * 40), in_parts(7, 45, 1, 47)]
+        if bits == 16:
+            found.append(in_parts(50, *[1] * 50, cache=StaticCache(model.config, max_cache_len=CONTEXT)))
+        assert max(map(differs, found)) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("yarn", 16), ("yarn", 4), ("cut", 16)])
+def test_padded_and_packed_rows_are_those_alone(kind: str, bits: int) -> None:
+    with Float64(), torch.no_grad():
+        model = far(kind, bits).double()
+        wanted = [model(IDS[:1], use_cache=False).logits[0], model(IDS[1:, :71], use_cache=False).logits[0]]
+        ids, mask = IDS.clone(), torch.ones_like(IDS)
+        ids[1, 29:], mask[1, :29] = IDS[1, :71], 0
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        cache = DynamicCache(config=model.config)
+        found = torch.cat(
+            [
+                model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], **{CACHE: cache}).logits
+                for a, b in ((0, 40), (40, 98), (98, 99), (99, 100))
+            ],
+            dim=1,
+        )
+        for row, start in enumerate((0, 29)):
+            assert (found[row, start:] - wanted[row]).abs().max() < 1e-9
+        if bits == 16:
+            row = torch.cat([IDS[:1], IDS[1:, :71]], dim=1)
+            places = torch.cat([torch.arange(100), torch.arange(71)])[None]
+            boundaries = torch.tensor([0, 100, 171], dtype=torch.int32)
+            packing = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+            packed = model(row, position_ids=places, use_cache=False, **packing).logits[0]
+            assert (packed - torch.cat(wanted)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("yarn", 4), ("nope", 16), ("cut", 16)])
+@torch.no_grad()
+def test_tokens_are_taken_back_beyond_the_bound(kind: str, bits: int) -> None:
+    model = far(kind, bits).double()
+    cache = DynamicCache(config=model.config)
+    place_layers(model, cache)
+    cache.activate_past_recording()
+    for ids in (IDS[:, :50], IDS[:, 60:66]):
+        model(ids, use_cache=True, **{CACHE: cache})
+    cache.crop(-6)
+    found = model(IDS[:, 50:58], use_cache=True, **{CACHE: cache}).logits
+    assert (found - model(IDS[:, :58], use_cache=False).logits[:, 50:]).abs().max() < 1e-9
+
+
+@torch.no_grad()
+def test_windows_see_a_text_within_the_bound_as_without_the_setting() -> None:
+    windows = LayerTable.preset(4, "window", window=5, sinks=2)
+    short = IDS[:, : TEACHER // 2]
+    for bits in (16, 4):
+        own, further = made(windows, bits), made(replace(windows, positions=FarPositions("yarn", TEACHER, 64)), bits)
+        assert torch.equal(own(short).logits, further(short).logits)
+        assert not torch.equal(own(IDS).logits, further(IDS).logits)
+
+
+@torch.no_grad()
+def test_cut_distances_change_nothing_within_the_teachers_positions(recorder: Recorder) -> None:
+    own, cut = made(table()), far("cut")
+    short, long = IDS[:, :TEACHER], IDS[:, : TEACHER + 1]
+    torch.testing.assert_close(cut(short).logits, own(short).logits, rtol=1e-5, atol=1e-5)
+    assert (cut(long).logits - own(long).logits)[:, -1].abs().max() > 1e-4
+    options: Any = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_length": TEACHER}
+    assert torch.equal(cut.generate(IDS[:, :9], **options), own.generate(IDS[:, :9], **options))
+    assert decoded_by(cut) == "separate launches: model.rotary_emb: its rotary embedding depends on the length"
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    made, threads = Recorder(), torch.get_num_threads()
+    monkeypatch.setitem(RECORDERS, "cpu", made)
+    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (64, 96))
+    torch.set_num_threads(1)
+    yield made
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("yarn", 16), ("yarn", 4), ("nope", 4)])
+def test_a_recorded_step_passes_the_bound(kind: str, bits: int, recorder: Recorder) -> None:
+    """Recorded at position 9, replayed to 60: sinks are bounded from 43 on."""
+    model = far(kind, bits)
+    options: Any = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 52}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    found = model.generate(IDS[:, :9], **options)
+    wanted = model.generate(IDS[:, :9], **options, disable_compile=True)
+    assert recorder.replayed > 40
+    assert torch.equal(found.sequences, wanted.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_step_that_is_recorded_for_short_texts_turns_nothing(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 17 tokens at first, and then for 43: sinks are as far away as they are."""
+    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (16,))
+    monkeypatch.setattr(fixed_cache, "SPARE", 8)
+    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
+    monkeypatch.setattr(packed, "TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned"))
+    far("yarn", 4).generate(IDS[:, :9], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert recorder.replayed > 10
+
+
+@torch.inference_mode()
+def test_a_recorded_prompt_passes_the_bound(recorder: Recorder) -> None:
+    with Float64():
+        model = far("yarn", 4).double()
+        for length in (96, 70):
+            read = [
+                {"input_ids": IDS[:, :length], CACHE: DynamicCache(config=model.config), "logits_to_keep": 1}
+                for _ in range(2)
+            ]
+            found, wanted = read_prompt(model, {**read[0], "use_cache": True}), model(**read[1], use_cache=True)
+            assert found is not None
+            torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+            after = [model(IDS[:, length : length + 3], **{CACHE: one[CACHE]}).logits for one in read]
+            torch.testing.assert_close(*after, rtol=1e-3, atol=1e-3)
+    assert recorder.recorded_prompts == 1
+
+
+@torch.no_grad()
+def test_it_is_saved_and_loaded_and_known_to_sessions(tmp_path: Path) -> None:
+    model = far("yarn", 4)
+    assert model.config.max_position_embeddings == CONTEXT
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(IDS).logits, model(IDS).logits)
+    assert model_identity(model) == model_identity(loaded)
+    assert model_identity(model)["config"] != model_identity(far("nope", 4))["config"]
+
+
+@pytest.mark.parametrize("kind", ["yarn", "cut"])
+def test_gradients_reach_whole_heads_and_windows(kind: str) -> None:
+    model = far(kind).train()
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    assert all(bool(weight.grad.abs().sum() > 0) for name, weight in model.named_parameters() if "q_proj.w" in name)
+
+
+def test_what_is_refused() -> None:
+    far_away = FarPositions("yarn", TEACHER, CONTEXT)
+    values = far_away.to_dict()
+    assert_refused(
+        FarPositions.from_dict,
+        [
+            ({"values": 3}, ValueError, "expected the keys kind, teacher and context"),
+            (
+                {"values": {**values, "kind": "linear"}},
+                ValueError,
+                "kind: got 'linear', expected one of yarn, nope, cut",
+            ),
+            ({"values": {**values, "context": 32}}, ValueError, "context: got 32, .* at least 33"),
+        ],
+    )
+    state = replace(LayerTable.preset(4), positions=far_away)
+    windows = replace(LayerTable.preset(4, "window"), positions=far_away)
+    assert_refused(
+        made,
+        [
+            ({"layers": state}, UserError, "layer 0 is gated_deltanet, which reads no further"),
+            ({"layers": windows, "family": "gemma3_text"}, UserError, "set by layer"),
+            ({"layers": windows, "family": "mistral"}, UserError, "layer 0 of the teacher slides"),
+            ({"layers": windows, "family": "smollm3"}, UserError, "layer 2 .* no rotary positions"),
+            ({"layers": table(replace(far_away, kind="cut")), "bits": 4}, UserError, "cut distances need keys in 16"),
+        ],
+    )
