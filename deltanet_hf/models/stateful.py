@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.argument import CACHE, cache_in
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.layer.masks import announce_packing, announce_padding
+from deltanet_hf.mixers.layer.masks import announce_packing, announce_padding, inputs_in
 
 
 class Stateful:
@@ -123,8 +123,7 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ValueError: a cache that is none, that was filled with another number of rows, or whose layers hold different
             numbers of tokens; a mask for other rows, or with too few columns.
     """
-    inputs = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
-    inputs = args[0] if inputs is None and args else inputs
+    inputs = inputs_in(args, kwargs)
     if inputs is None or torch.compiler.is_compiling():
         return
     rows, length = inputs.shape[:2]
