@@ -2,6 +2,8 @@
 
 Windows with sinks are the free policy of StreamingLLM (arXiv 2309.17453); heads that keep everything beside heads with
 a window and sinks are that of DuoAttention (arXiv 2410.10819).
+
+The windows are those of the model in memory: its configuration does not have them, so `save_pretrained` refuses it.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def restrict_to_window(
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
     make_stateful(model)
+    model.is_restricted = True
     return model
 
 
@@ -103,6 +106,7 @@ def restrict_heads(
         elif len(here) < count:
             layer.self_attn = _split(attention, model.config, index, here, size)
     make_stateful(model)
+    model.is_restricted = True
     return model
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.argument import CACHE, cache_in
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
@@ -20,6 +21,22 @@ from deltanet_hf.mixers.layer.masks import announce_packing, announce_padding, i
 
 class Stateful:
     """Stands before the class of a causal language model whose layers keep states or windows."""
+
+    is_restricted = False
+    """Whether it has windows that its configuration does not know (`restrict.py`)."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            UserError: windows that would not come back.
+        """
+        if self.is_restricted:
+            raise UserError(
+                "save_pretrained: config.json does not have the windows that this model was put under, which would not "
+                "come back; make a model with windows by `deltanet-hf convert --mixer window`"
+            )
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Behind `generate_batch` and `cache_implementation="paged"`.
