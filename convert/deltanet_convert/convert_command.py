@@ -43,6 +43,9 @@ def convert_command(
     with sole_conversion(out):
         with shown_on(console) if options.automatic else nullcontext(unseen) as show:
             job = prepare(teacher, out, options, show)
+        if job.options.cache_bits != options.cache_bits:
+            size = job.teacher.head_dim
+            console.print(f"Heads of {size} channels have no form in 4 bits: the cache has 16.", highlight=False)
         if options.profile == "qwen3_5":
             for note in check_exportable(job.teacher.name, job.teacher.config, job.table.softmax):
                 console.print(note, highlight=False, markup=False)

@@ -75,6 +75,12 @@ class Teacher:
         return int(self.config.num_hidden_layers)
 
     @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        decoder: Any = self.model.model
+        return int(decoder.layers[0].self_attn.head_dim)
+
+    @property
     def tied(self) -> bool:
         return HEAD in tied_names(self.model)
 

@@ -23,7 +23,7 @@ from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_hf.models.unwrapped import unwrapped
-from deltanet_kernels.packed_cache.layout import PACKED_BITS
+from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, is_packable
 
 KEY_ORDER = "key_order"  # name of the buffers
 BITS = (16, *PACKED_BITS, 3, 2)  # 3 and 2 are measured, but have no packed form
@@ -39,7 +39,7 @@ def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
         bits: 16 leaves keys and values as they are.
 
     Raises:
-        UserError: another number of bits, or a kind of layer that has no such form.
+        UserError: another number of bits, or heads or a kind of layer that have no such form.
     """
     use_cache_bits(model, bits)
     config: Any = unwrapped(model).config
@@ -58,6 +58,12 @@ def use_cache_bits(model: Any, bits: int) -> None:
         attention = getattr(layer, "self_attn", None)
         if attention is None:  # a linear layer of Qwen3.5
             continue
+        for part, _ in softmax_parts(attention) if bits < 16 else ():
+            if not is_packable(part.head_dim):
+                raise UserError(
+                    f"cache bits: got heads of {part.head_dim} channels, of which {bits} bits need a multiple of "
+                    f"{GROUP} or an even number below; use 16"
+                )
         for branch in branches_of(attention).values():
             if isinstance(branch, LayerKind):
                 branch.use_cache_bits(bits)
