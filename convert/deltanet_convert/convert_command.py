@@ -23,6 +23,7 @@ from .options import ConvertOptions
 from .select.progress import shown_on
 from .select.run import unseen
 from .views import conversion_progress
+from .views.outlook import outlook
 from .views.plan_view import print_plan
 from .views.report_view import print_report
 
@@ -67,5 +68,6 @@ def convert_command(
             raise
         print_report(report, console)
         console.print(f"Written to {out}")
+        console.print(outlook(report, out), highlight=False, markup=False, soft_wrap=True)
         if options.as_json:
             print(json.dumps(report, indent=2))
