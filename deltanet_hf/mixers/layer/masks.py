@@ -142,7 +142,7 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         ValueError: packed rows in a family for which transformers builds no such mask, or with another mask.
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
-    inputs = inputs_in(args, kwargs)
+    inputs: Any = inputs_in(args, kwargs)
     if cu_seqlens is not None and kwargs.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask: got one beside cu_seq_lens_q, with which softmax layers do not keep packed sequences "
