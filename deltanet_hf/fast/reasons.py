@@ -19,7 +19,8 @@ OUR_HOOKS = (  # which do nothing to the results
     "deltanet_hf.models.stateful",
     "transformers.utils.output_capturing",
 )
-LIBRARIES = tuple(os.path.join(package.__path__[0], "") for package in (torch, transformers))
+OWN = os.path.dirname(os.path.dirname(__file__))
+LIBRARIES = tuple(os.path.join(folder, "") for folder in (torch.__path__[0], transformers.__path__[0], OWN))
 
 
 def reasons(model: Any) -> Iterator[str]:
@@ -76,7 +77,7 @@ def library_classes(module: nn.Module) -> Iterator[type]:
 
 
 def _comes_from_outside(method: Any) -> bool:
-    """Whether a method, or what is wrapped around it, was written elsewhere than in torch and transformers."""
+    """Whether a method, or what is wrapped around it, was written elsewhere than in torch, transformers and here."""
     while method is not None:
         code = getattr(method, "__code__", None)
         if code is None or not code.co_filename.startswith(LIBRARIES):
