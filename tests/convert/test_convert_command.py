@@ -78,6 +78,7 @@ STAYS = layer("softmax", 0, 8, "softmax")
         (0.24, 10**8, [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m-hybrid-10m"),
         (0.77, 10**8, [layer("Gated DeltaNet")], "Far from its teacher: train it before use", "smollm2-135m-10m"),
         (0.0, 10**9, [layer("forgetting attention", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
+        (0.0, 10**8, [layer("forgetting attention", 1, 9)], "Close to", "smollm2-135m-10m stages.distil.ce_weight=1"),
     ],
 )
 def test_the_last_line_says_how_good_it_is_and_what_to_do(
