@@ -169,6 +169,12 @@ def generate_command(
         "max_new_tokens": max_new_tokens,
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         "return_dict_in_generate": True,
+        # One answer, token by token, whatever the model's generation_config.json prefers.
+        "use_cache": True,
+        "cache_implementation": None,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "tokenizer": tokenizer,  # for its stop_strings
         **sampling,
     }
     if cache is not None:

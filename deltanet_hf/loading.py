@@ -46,6 +46,13 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
+def with_usual_outputs(config: Any) -> Any:
+    """The config, without what it adds to each output of its model or takes from it: callers say so in their calls."""
+    config.output_attentions = config.output_hidden_states = False
+    config.return_dict = True
+    return config
+
+
 def load_model(name: str, folder: Path, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
     """The causal language model in `folder`, in eval mode; `name` is what the user calls it.
 
@@ -58,11 +65,17 @@ def load_model(name: str, folder: Path, dtype: torch.dtype | str, **options: Any
         UserError: transformers cannot load it, or weights are missing.
     """
     with _one_line_errors(name, "the model", "give the folder that `deltanet-hf convert` wrote, or copy it again"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = with_usual_outputs(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         if caps_scores(config) and options.get("attn_implementation", "sdpa") == "sdpa":
             options["attn_implementation"] = "eager"
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
+            folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
     model, found = loaded
     if missing := sorted(found["missing_keys"]):

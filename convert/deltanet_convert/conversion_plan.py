@@ -17,6 +17,7 @@ from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
+from deltanet_kernels.packed_cache.layout import takes_key_order
 
 from .calibration_text import sequence_length
 from .memory_estimate import conversion_memory
@@ -126,9 +127,10 @@ def make_plan(
         insert_norms: give the kept layers q/k norms where the teacher has none (`norm_config.py`).
         threads: CPU threads that fits of different layers may share; 1 on a GPU, where one layer is fitted at a time.
     """
-    size = int(teacher.model.model.layers[0].self_attn.head_dim)
-    if table.key_order and size % 8:
-        raise UserError(f"--cache-bits 4: got heads of {size} channels, needs a multiple of 8; use 8 or 16")
+    if table.key_order and not takes_key_order(teacher.head_dim):
+        raise UserError(
+            f"--cache-bits 4: got heads of {teacher.head_dim} channels, needs 8, 16, 24 or a multiple of 32; use 16"
+        )
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
     base = with_norms(teacher.config, kept) if inserted else teacher.config

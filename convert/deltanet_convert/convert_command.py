@@ -23,6 +23,7 @@ from .options import ConvertOptions
 from .select.progress import shown_on
 from .select.run import unseen
 from .views import conversion_progress
+from .views.outlook import outlook
 from .views.plan_view import print_plan
 from .views.report_view import print_report
 
@@ -43,6 +44,9 @@ def convert_command(
     with sole_conversion(out):
         with shown_on(console) if options.automatic else nullcontext(unseen) as show:
             job = prepare(teacher, out, options, show)
+        if job.options.cache_bits != options.cache_bits:
+            size = job.teacher.head_dim
+            console.print(f"Heads of {size} channels have no form in 4 bits: the cache has 16.", highlight=False)
         if options.profile == "qwen3_5":
             for note in check_exportable(job.teacher.name, job.teacher.config, job.table.softmax):
                 console.print(note, highlight=False, markup=False)
@@ -64,5 +68,6 @@ def convert_command(
             raise
         print_report(report, console)
         console.print(f"Written to {out}")
+        console.print(outlook(report, out), highlight=False, markup=False, soft_wrap=True)
         if options.as_json:
             print(json.dumps(report, indent=2))

@@ -21,6 +21,7 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.far_positions import FarPositions, PositionKind
 from deltanet_hf.models.layers import LayerTable
+from deltanet_kernels.packed_cache.layout import takes_key_order
 
 from .calibration_text import FEWEST_TOKENS
 from .command_options import ASIDE, DTYPES, Options, parse_size, parse_tokens
@@ -138,7 +139,7 @@ class ConvertOptions(Options):
         Option(
             help="Bits of the keys and values that the model keeps in its cache: 16, 8 or 4. Of 4, the key channels "
             "that weigh most get 5 and those that weigh least 3, as measured on the calibration text.",
-            show_default="4; 16 where nothing is quantised",
+            show_default="4; 16 where nothing is quantised, and for heads that have no form in 4",
         ),
     ] = 16
     context: Annotated[
@@ -224,8 +225,17 @@ class ConvertOptions(Options):
         if not given.get("pure") and given.get("profile") != "qwen3_5":  # whose layer has no window
             keeps_all_tokens = issubclass(MIXERS.get(given.get("mixer", ""), object), AttentionKind)
             chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": AUTO, "cache_bits": 4}
-            given = {**chosen, "mixer": DEFAULT_MIXER, **given}
+            made = cls(**{**chosen, "mixer": DEFAULT_MIXER, **given})
+            if "cache_bits" not in given:
+                made.model_fields_set.discard("cache_bits")
+            return made
         return cls(**given)
+
+    def for_heads_of(self, channels: int) -> ConvertOptions:
+        """The options for a teacher with such heads: where they have no form in 4 bits, the default is 16."""
+        if self.cache_bits != 4 or "cache_bits" in self.model_fields_set or takes_key_order(channels):
+            return self
+        return self.model_copy(update={"cache_bits": 16})
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:
         """The layer table of the converted model.

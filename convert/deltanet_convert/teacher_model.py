@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.loading import with_usual_outputs
 from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores
 
 from .storage.generation_config import generation_config
@@ -75,6 +76,12 @@ class Teacher:
         return int(self.config.num_hidden_layers)
 
     @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        decoder: Any = self.model.model
+        return int(decoder.layers[0].self_attn.head_dim)
+
+    @property
     def tied(self) -> bool:
         return HEAD in tied_names(self.model)
 
@@ -106,6 +113,7 @@ class Teacher:
             with _no_progress_bar():
                 model: PreTrainedModel = self.family.model_class.from_pretrained(
                     self.folder,
+                    config=with_usual_outputs(self.family.config_class.from_pretrained(self.folder)),
                     dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
                     attn_implementation=attention_implementation(self.config),
                     use_safetensors=True,
@@ -133,7 +141,7 @@ def open_teacher(source: Source) -> Teacher:
     family = _check_supported(file, raw)
     checkpoint = with_joined_experts(Checkpoint.open(folder))
     _check_layer_count(file, raw, checkpoint)
-    config = _guarded(file, lambda: family.config_class.from_pretrained(folder))
+    config = _guarded(file, lambda: with_usual_outputs(family.config_class.from_pretrained(folder)))
     if config.tie_word_embeddings and not _same_values(checkpoint, EMBEDDING, HEAD):
         config.tie_word_embeddings = False  # as transformers does
     dtype = _main_dtype(checkpoint)

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from deltanet_hf.fast.decoder import FastDecoder
-from deltanet_hf.fast.reasons import reason_of_call, reasons
+from deltanet_hf.fast.reasons import library_classes, reason_of_call, reasons
 
 MOVES_ON = {"cuda"}  # types of devices that launch kernels slower than they compute them
 
 
 class Version:
-    """The state on which a model's form depends: modules, their attributes and hooks, and the addresses of weights.
+    """The state on which a model's form depends: modules, their attributes, classes and hooks, and where weights are.
 
     Attributes of the model itself and of modules without weights do not count: `generate` and rotary embeddings keep
     things of their own there.
@@ -36,6 +36,8 @@ class Version:
                 dicts.append(vars(module))
                 views += [value for value in vars(module).values() if type(value) is list]  # as of merged adapters
             views += [values.values() for values in dicts]
+        kinds = {kind for module in model.modules() for kind in library_classes(module)}
+        views += [vars(kind).values() for kind in kinds]
         self._views = views
         self._values = list(itertools.chain.from_iterable(views))
         self._weights = [weight for weight in model.parameters() if type(weight) is nn.Parameter]

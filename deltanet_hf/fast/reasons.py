@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from deltanet_hf.fast.decoder import norms_of
@@ -17,6 +19,8 @@ OUR_HOOKS = (  # which do nothing to the results
     "deltanet_hf.models.stateful",
     "transformers.utils.output_capturing",
 )
+OWN = os.path.dirname(os.path.dirname(__file__))
+LIBRARIES = tuple(os.path.join(folder, "") for folder in (torch.__path__[0], transformers.__path__[0], OWN))
 
 
 def reasons(model: Any) -> Iterator[str]:
@@ -60,8 +64,26 @@ def _in_module(module: nn.Module) -> Iterator[str]:
     from_peft = type(module).__module__.startswith("peft.") and hasattr(module, "active_adapters")
     if from_peft and not getattr(module, "merged", False):
         yield "its adapter is not merged"
+    for kind in library_classes(module):
+        if _comes_from_outside(vars(kind).get("forward")):
+            yield f"{kind.__name__}.forward is replaced"
     replaced = (name for name in held if isinstance(getattr(type(module), name, None), FunctionType))
     yield from (f"its method {name} is replaced" for name in replaced)
+
+
+def library_classes(module: nn.Module) -> Iterator[type]:
+    """The classes of torch and transformers that a module is of, whose methods others may replace for all modules."""
+    return (kind for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "transformers.")))
+
+
+def _comes_from_outside(method: Any) -> bool:
+    """Whether a method, or what is wrapped around it, was written elsewhere than in torch, transformers and here."""
+    while method is not None:
+        code = getattr(method, "__code__", None)
+        if code is None or not code.co_filename.startswith(LIBRARIES):
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False
 
 
 def reason_of_call(model: Any, inputs: dict[str, Any]) -> str | None:

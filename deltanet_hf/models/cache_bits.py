@@ -18,7 +18,8 @@ from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of, softmax_bytes
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.stateful import make_stateful
-from deltanet_kernels.packed_cache.layout import PACKED_BITS
+from deltanet_hf.models.unwrapped import unwrapped
+from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, is_packable
 
 KEY_ORDER = "key_order"  # name of the buffers
 BITS = (16, *PACKED_BITS, 3, 2)  # 3 and 2 are measured, but have no packed form
@@ -30,29 +31,35 @@ def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     The configuration of a converted model says so from then on, and is saved with it.
 
     Args:
-        model: a converted or a softmax model; changed in place.
+        model: a converted or a softmax model, or a PEFT model around one; changed in place.
         bits: 16 leaves keys and values as they are.
 
     Raises:
-        UserError: another number of bits, or a kind of layer that has no such form.
+        UserError: another number of bits, or heads or a kind of layer that have no such form.
     """
     use_cache_bits(model, bits)
-    config: Any = model.config
+    config: Any = unwrapped(model).config
     if getattr(config, "deltanet", None) is not None:
         table = {key: value for key, value in config.deltanet.items() if key != "cache_bits"}
         config.deltanet = table if bits == 16 else {**table, "cache_bits": bits}
     return model
 
 
-def use_cache_bits(model: PreTrainedModel, bits: int) -> None:
+def use_cache_bits(model: Any, bits: int) -> None:
     """`set_cache_bits` for a while: the configuration goes on saying what it said."""
     if bits not in BITS:
         raise UserError(f"cache bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
-    decoder: Any = model.model
-    for layer in decoder.layers:
+    model = unwrapped(model)
+    for layer in model.model.layers:
         attention = getattr(layer, "self_attn", None)
         if attention is None:  # a linear layer of Qwen3.5
             continue
+        for part, _ in softmax_parts(attention) if bits < 16 else ():
+            if not is_packable(part.head_dim):
+                raise UserError(
+                    f"cache bits: got heads of {part.head_dim} channels, of which {bits} bits need a multiple of "
+                    f"{GROUP} or an even number below; use 16"
+                )
         for branch in branches_of(attention).values():
             if isinstance(branch, LayerKind):
                 branch.use_cache_bits(bits)
@@ -97,7 +104,7 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dt
     Args:
         dtype: in which the model runs; None for that of its weights.
     """
-    decoder: Any = model.model
+    decoder = unwrapped(model).model
     return sum(layer_bytes(layer.self_attn, dtype or model.dtype, tokens, bits) for layer in decoder.layers)
 
 

@@ -13,11 +13,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.models import auto_classes
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import add_key_order, use_cache_bits
 from deltanet_hf.models.families import FAMILIES, Family, caps_scores
@@ -153,9 +154,9 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Register the configuration of every family with AutoConfig."""
-    for model_type, family in FAMILIES.items():
-        AutoConfig.register(family.converted_model_type, config_class(model_type))
+    """Register the configuration of every family with transformers' Auto classes."""
+    for model_type in FAMILIES:
+        auto_classes.register(config_class(model_type))
 
 
 def converted_config(teacher: PreTrainedConfig, table: LayerTable) -> PreTrainedConfig:

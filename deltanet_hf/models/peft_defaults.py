@@ -1,4 +1,4 @@
-"""Default LoRA targets for converted models, so that `LoraConfig()` works without `target_modules`."""
+"""Default targets of PEFT's methods for converted models, so that `LoraConfig()` works without `target_modules`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ def register_peft_defaults() -> None:
 
 @functools.cache
 def _register() -> None:
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
+    from peft.utils import constants
 
-    for family in FAMILIES.values():
-        # Layers that keep the family's attention have `qkv_proj` where it has (Phi 3), the others never do.
-        targets = TARGETS.get(family.model_type, ["qkv_proj"])
-        split = ["q_proj", "v_proj"] if "qkv_proj" in targets else []
-        TARGETS[family.converted_model_type] = list(dict.fromkeys([*targets, *split]))
-    TARGETS["deltanet_qwen3_5_text"] = ["q_proj", "v_proj"]
+    for name, targets_of in vars(constants).items():
+        if not name.endswith("_MODULES_MAPPING") or "llama" not in targets_of:
+            continue
+        usual = targets_of["llama"]  # for families that PEFT does not know, whose names are Llama's
+        for family in FAMILIES.values():
+            targets = targets_of.get(family.model_type, usual)
+            # Layers that keep the family's attention have `qkv_proj` where it has (Phi 3), the others never do.
+            more = ["qkv_proj"] if targets is usual and "v_proj" in targets else []
+            more = ["q_proj", "v_proj"] if "qkv_proj" in targets else more
+            targets_of[family.converted_model_type] = list(dict.fromkeys([*targets, *more]))
+        targets_of["deltanet_qwen3_5_text"] = list(usual)

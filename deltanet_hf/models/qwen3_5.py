@@ -15,7 +15,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
@@ -24,6 +24,7 @@ from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape
+from deltanet_hf.models import auto_classes
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import use_cache_bits
 from deltanet_hf.models.hub_repository import upload_with_companions
@@ -158,5 +159,5 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Register the configuration with AutoConfig."""
-    AutoConfig.register(MODEL_TYPE, DeltaNetQwen3_5TextConfig)
+    """Register the configuration with transformers' Auto classes."""
+    auto_classes.register(DeltaNetQwen3_5TextConfig)

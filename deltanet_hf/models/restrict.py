@@ -2,6 +2,8 @@
 
 Windows with sinks are the free policy of StreamingLLM (arXiv 2309.17453); heads that keep everything beside heads with
 a window and sinks are that of DuoAttention (arXiv 2410.10819).
+
+The windows are those of the model in memory: its configuration does not have them, so `save_pretrained` refuses it.
 """
 
 from __future__ import annotations
@@ -55,8 +57,7 @@ def restrict_to_window(
         found = True
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
-    make_stateful(model)
-    return model
+    return _restricted(model)
 
 
 @torch.no_grad()
@@ -102,8 +103,7 @@ def restrict_heads(
             WindowAttention.from_attention(attention, model.config, index, size)
         elif len(here) < count:
             layer.self_attn = _split(attention, model.config, index, here, size)
-    make_stateful(model)
-    return model
+    return _restricted(model)
 
 
 def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
@@ -113,6 +113,13 @@ def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
         for branch in branches_of(layer.self_attn).values():
             if isinstance(branch, WindowAttention):
                 branch.settings = replace(branch.settings, window=window)
+
+
+def _restricted(model: Any) -> Any:
+    """The model itself, marked as one that no folder describes."""
+    make_stateful(model)
+    model.is_restricted = True
+    return model
 
 
 def _check(attention: Any, index: int) -> None:

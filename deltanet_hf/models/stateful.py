@@ -12,14 +12,31 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.argument import CACHE, cache_in
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
-from deltanet_hf.mixers.layer.masks import announce_packing, announce_padding
+from deltanet_hf.mixers.layer.masks import announce_packing, announce_padding, inputs_in
 
 
 class Stateful:
     """Stands before the class of a causal language model whose layers keep states or windows."""
+
+    is_restricted = False
+    """Whether it has windows that its configuration does not know (`restrict.py`)."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            UserError: windows that would not come back.
+        """
+        if self.is_restricted:
+            raise UserError(
+                "save_pretrained: config.json does not have the windows that this model was put under, which would not "
+                "come back; make a model with windows by `deltanet-hf convert --mixer window`"
+            )
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Behind `generate_batch` and `cache_implementation="paged"`.
@@ -116,8 +133,7 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ValueError: a cache that is none, that was filled with another number of rows, or whose layers hold different
             numbers of tokens; a mask for other rows, or with too few columns.
     """
-    inputs = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
-    inputs = args[0] if inputs is None and args else inputs
+    inputs = inputs_in(args, kwargs)
     if inputs is None or torch.compiler.is_compiling():
         return
     rows, length = inputs.shape[:2]

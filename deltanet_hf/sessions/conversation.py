@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.sessions.session_file import Session, load_session
 
-REPLY = "a reply in between"  # stands for the model's own words, which the session already holds
+MESSAGE, REPLY = "a message before", "a reply in between"  # stand for the words that the session already holds
 
 
 def continued(path: Path, model: PreTrainedModel, tokenizer: Any, prompt: str, chat: bool) -> Session:
@@ -34,14 +34,25 @@ def continued(path: Path, model: PreTrainedModel, tokenizer: Any, prompt: str, c
 
 
 def first_turn(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
-    """Tokens [1, T] of the prompt, as the first message of the chat template if `chat` and there is one."""
+    """Tokens [1, T] of the prompt, as the first message of the chat template if `chat` and there is one.
+
+    Raises:
+        UserError: the template fails.
+    """
     if chat and tokenizer.chat_template:
         turns = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = _templated(tokenizer, turns, return_tensors="pt", return_dict=True)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     ids: Tensor = inputs["input_ids"]
     return ids
+
+
+def _templated(tokenizer: Any, turns: list[dict[str, str]], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
+    except Exception as error:  # of any type: a template is a program
+        raise UserError(f"the chat template of this model fails ({one_line(error, 200)}); use --no-chat") from error
 
 
 def further_turn(tokenizer: Any, prompt: str, chat: bool, last: int) -> Tensor:
@@ -51,13 +62,13 @@ def further_turn(tokenizer: Any, prompt: str, chat: bool, last: int) -> Tensor:
         last: the last token so far. The template ends a reply with a token that the model may have written itself.
 
     Raises:
-        UserError: the template does not give replies back as they are, or nothing remains of the prompt.
+        UserError: the template fails or does not give replies back as they are, or nothing remains of the prompt.
     """
     text, templated = prompt, chat and tokenizer.chat_template
     if templated:
-        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": REPLY}]
+        turns = [{"role": "user", "content": MESSAGE}, {"role": "assistant", "content": REPLY}]
         turns.append({"role": "user", "content": prompt})
-        rendered: str = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        rendered: str = _templated(tokenizer, turns, tokenize=False)
         _, found, text = rendered.partition(REPLY)
         if not found:
             raise UserError("--session: the chat template of this model leaves out replies; use --no-chat")

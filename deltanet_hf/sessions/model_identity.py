@@ -23,7 +23,8 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
     """Hashes that are equal for the same model on every device and in every process.
 
     Every byte of the weights counts, in a sum per tensor, which takes about as long as copying the weights; some
-    elements of each tensor count with their places. It tells models apart and is no protection against forgery.
+    elements of each tensor count with their places; so do the adapters of PEFT, and which are at work. It tells models
+    apart and is no protection against forgery.
 
     Returns:
         `config`, `dtype` (the model's) and `weights`; the first and the last are SHA-256 in hex.
@@ -36,6 +37,10 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
     for name, parameter in sorted(model.named_parameters()):
         weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         sums.append(_checked(parameter.detach()).to(model.device))
+    for name, module in model.named_modules():
+        if not getattr(module, "disable_adapters", True):  # a layer of PEFT whose adapters are at work
+            at_work, factors = list(module.active_adapters), getattr(module, "scaling", {})
+            weights.update(f"{name} {[(adapter, factors.get(adapter)) for adapter in at_work]}".encode())
     for name, order in sorted(model.named_buffers()):
         if name.endswith(KEY_ORDER):  # a sum says nothing of an order
             weights.update(name.encode() + order.cpu().numpy().tobytes())

@@ -25,6 +25,7 @@ from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import BITS, cache_bits_of
 from deltanet_hf.models.layers import layer_kinds
+from deltanet_hf.models.unwrapped import unwrapped
 from deltanet_hf.safe_write import write_atomically
 from deltanet_hf.sessions.model_identity import model_identity
 
@@ -64,6 +65,7 @@ def save_session(
         UserError: several sequences without a mask, tokens that are not those of the cache, a cache that has no form in
             a file, or a path that cannot be written.
     """
+    model = unwrapped(model)
     if attention_mask is None:
         if len(input_ids) > 1:
             raise UserError(
@@ -104,7 +106,7 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
     Raises:
         UserError: the file is missing, damaged or no session, or belongs to another model.
     """
-    path = Path(path)
+    path, model = Path(path), unwrapped(model)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

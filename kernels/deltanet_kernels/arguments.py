@@ -86,7 +86,7 @@ class StepCall(NamedTuple):
             use_beta_sigmoid_in_kernel).
         state: [B, HV, K, V] float32 or bfloat16 (float64 or bfloat16 with float64 inputs), contiguous; the arithmetic
             is float32, and a bfloat16 state is rounded once, to nearest, when it is stored. int8 with late writes.
-        A_log, dt_bias: [HV], or both None if a is the log decay g <= 0 itself.
+        A_log, dt_bias: [HV], or both None if a is the log decay g <= 0 itself, which is checked on CPUs only.
         conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
         z: output gate logits [B, T, HO*V] or [B, T, HO, V], HO = max(HQ, HV), or None for no gate.

@@ -6,6 +6,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deltanet_kernels.arguments import ConvCall, Erase, GatedNormCall, RMSNormCall, RuleCall, SiluProductCall
+from deltanet_kernels.common.registration import is_observed
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # cu_seqlens tensors already found valid, with their version, so that a model's layers read the values only once.
@@ -52,6 +53,15 @@ def require_least(name: str, value: object, least: int) -> None:
 def require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
     if x.shape != shape:
         raise ValueError(f"{name}: got shape {shape_text(x)}, needs {meaning} = {list(shape)}")
+
+
+def require_log_decay(name: str, x: torch.Tensor) -> None:
+    """Check on a CPU that no log decay is above 0: a state that grows has no chunk form here. NaN passes.
+
+    On a GPU, where reading values would wait for the device, they are the caller's word.
+    """
+    if x.device.type == "cpu" and not is_observed() and bool((x > 0).any()):
+        raise ValueError(f"{name}: got a log decay of {float(x.max()):.3g}, needs at most 0")
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, tokens: int, device: torch.device) -> int:
@@ -137,7 +147,7 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
         Whether the kernels take the call as it is; always True without `drop_in`.
 
     Raises:
-        ValueError: a shape, head count, device or offset that does not fit.
+        ValueError: a shape, head count, device or offset that does not fit, or a log decay above 0.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
     q, k, v, g, beta, initial_state, cu_seqlens = (*call[:5], call.initial_state, call.cu_seqlens)
@@ -153,6 +163,8 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
             if not drop_in:
                 raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype} (the dtype of q)")
     require_shape("g", g, (B, T, HV), "[B, T, HV] with HV of v")
+    if not call.use_gate_in_kernel:
+        require_log_decay("g", g)
     require_shape("beta", beta, (B, T, HV), "[B, T, HV] with HV of v")
     N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, device)
     if initial_state is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from deltanet_convert.start import START, copy_weights
 from deltanet_convert.views import conversion_progress
+from deltanet_convert.views.outlook import outlook
 from deltanet_recipes.cli import main
+from deltanet_recipes.config import read_recipe
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 
@@ -48,7 +52,50 @@ def test_conversion(
     ]
     assert [line[:3] for line in lines] == ["1/2", "2/2"]  # not a terminal: a line per layer
     assert "Layers are run and fitted on" in printed
+    out = tmp_path / "out"
+    assert json.loads((out / "conversion.json").read_text())["held_out"]["kl"] > 0.3
+    assert printed.splitlines()[-1] == (
+        "Far from its teacher: train it before use. Training (9.9M tokens brought SmolLM2-135M to 0.20, with seven "
+        f"whole layers to 0.09): deltanet-hf distill smollm2-135m-10m student={out} output={out}-trained "
+        "'data={sources: [{path: TEXT}]}'"
+    )
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def layer(title: str, created: int = 1, kept: int = 0, kind: str = "made") -> dict[str, Any]:
+    bytes_per_token = {"kept_kv_bytes_per_token": kept, "kv_bytes_per_token": 8}
+    return {"title": title, "created": created, "kind": kind, **bytes_per_token}
+
+
+STAYS = layer("softmax", 0, 8, "softmax")
+
+
+@pytest.mark.parametrize(
+    ("kl", "parameters", "layers", "begins", "command"),
+    [
+        (0.01, 10**8, [layer("window 9", 0), STAYS], "Close to", "smollm2-135m-heads-10m"),
+        (0.13, 10**9, [layer("window 9", 0)], "Apart from its teacher. Training", "qwen3-0.6b"),
+        (0.24, 10**8, [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m-hybrid-10m"),
+        (0.77, 10**8, [layer("Gated DeltaNet")], "Far from its teacher: train it before use", "smollm2-135m-10m"),
+        (0.0, 10**9, [layer("forgetting attention", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
+        (0.0, 10**8, [layer("forgetting attention", 1, 9)], "Close to", "smollm2-135m-10m stages.distil.ce_weight=1"),
+    ],
+)
+def test_the_last_line_says_how_good_it_is_and_what_to_do(
+    kl: float, parameters: int, layers: list[dict[str, Any]], begins: str, command: str
+) -> None:
+    plan = {"teacher_parameters": parameters, "layers": layers}
+    line = outlook({"plan": plan, "held_out": {"kl": kl}}, Path("a b"))
+    assert line.startswith(begins)
+    assert f": deltanet-hf distill {command} 'student=a b' 'output=a b-trained' 'data=" in line
+    recipe, *overrides = shlex.split(line.partition("deltanet-hf distill ")[2])
+    assert read_recipe(recipe, overrides).student == "a b"
+
+
+def test_where_all_layers_stay_there_is_nothing_to_train() -> None:
+    plan = {"teacher_parameters": 1, "layers": [STAYS]}
+    line = outlook({"plan": plan, "held_out": {"kl": 0.004}}, Path("out"))
+    assert line.endswith(" text like this. Its weights are the teacher's, so there is nothing to train.")
 
 
 def test_a_terminal_shows_a_bar() -> None:

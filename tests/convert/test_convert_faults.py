@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_convert.calibration_text import tokenise
 from deltanet_convert.convert import convert
+from deltanet_convert.convert_command import convert_command
 from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
 from deltanet_convert.storage.safetensors_folder import SINGLE_FILE
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.loading import load_model
 from support.tiny_conversion import (
     TOKENS,
     quick_start,
@@ -232,3 +234,26 @@ def test_the_record_leads_to_a_local_teacher(teacher: Path, tmp_path: Path) -> N
     assert (out / report["teacher"]["folder"]).resolve() == teacher.resolve()
     assert str(tmp_path) not in json.dumps(report["teacher"])
     assert tiny_conversion(teacher, out, text=tmp_path / "text.txt", resume=True) == report
+
+
+@torch.no_grad()
+def test_how_the_teacher_is_called_is_no_setting_of_the_student(teacher: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(teacher, tmp_path / "other"))
+    edited("config.json", output_attentions=True, output_hidden_states=True, return_dict=False)(other)
+    edited("generation_config.json", cache_implementation="static", max_cache_len=64)(other)
+    options: dict[str, Any] = {"mixer": "window", "layers": "every:2", "cache_bits": 4}
+    held_out = [tiny_conversion(one, tmp_path / f"{one.name}-out", **options)["held_out"] for one in (teacher, other)]
+    assert held_out[0] == held_out[1]
+    ids, said = torch.arange(3, 15).view(1, 12), []
+    for one in (teacher, other):
+        model = load_model(one.name, tmp_path / f"{one.name}-out", "auto")
+        said.append(model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).tolist())
+    assert said[0] == said[1]
+    assert load_model("other", other, "auto")(ids).logits.shape == (1, 12, 97)
+
+
+def test_auto_has_nothing_to_choose_from_one_layer(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    teacher = teacher_folder(tmp_path / "teacher", "gemma3_text", layer_types=types)
+    with pytest.raises(UserError, match=r"^--layers auto: teacher has one layer of full attention, .* --layers all"):
+        convert_command(str(teacher), tmp_path / "out", dry_run=True, device="cpu")

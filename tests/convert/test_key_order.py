@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from deltanet_convert.convert_command import convert_command
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start.key_order import measured_key_order, order_by, set_key_order
 from deltanet_hf.errors import UserError
@@ -19,7 +21,7 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels.packed_cache.layout import GROUP, key_bits
 from support.blank_layers import layer_inputs
 from support.tiny_conversion import teacher_folder, tiny_conversion
-from support.tiny_models import ONE_NORM, tiny_student, tiny_teacher
+from support.tiny_models import ONE_NORM, tiny_mixture, tiny_student, tiny_table, tiny_teacher
 from tests.convert.test_convert_heads import selection
 
 IDS = torch.randint(4, 60, (1, 100), generator=torch.Generator().manual_seed(0))
@@ -127,7 +129,21 @@ def test_keys_of_other_bits_and_of_exports_have_no_order(options: dict[str, Any]
     assert not ConvertOptions(**options).table(1, ()).key_order
 
 
-def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", "llama", head_dim=12)
-    with pytest.raises(UserError, match="--cache-bits 4: got heads of 12 channels, needs a multiple of 8; use 8 or 16"):
-        tiny_conversion(teacher, tmp_path / "out", mixer="window", cache_bits=4)
+@pytest.mark.parametrize("size", [12, 80])
+def test_heads_that_have_no_form_in_4_bits_keep_16_unless_4_are_asked_for(
+    size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama", head_dim=size)
+    convert_command(str(teacher), tmp_path / "out", dry_run=True, as_json=True)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["cache_bits"] == 16
+    assert f"Heads of {size} channels have no form in 4 bits: the cache has 16." in shown.err
+    with pytest.raises(UserError, match=f"--cache-bits 4: got heads of {size} channels, needs 8, 16, 24 or .*; use 16"):
+        convert_command(str(teacher), tmp_path / "out", dry_run=True, cache_bits=4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_whose_heads_cannot_be_packed_is_refused(bits: int) -> None:
+    for model in (tiny_teacher("llama", head_dim=80), tiny_mixture("llama", tiny_table(mixer="window"), head_dim=80)):
+        with pytest.raises(UserError, match=f"got heads of 80 channels, of which {bits} bits need a multiple of 32"):
+            set_cache_bits(model, bits)

@@ -102,6 +102,7 @@ GATES, BETA = torch.zeros(2, 5, 4, 8), torch.zeros(2, 5, 4)
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"g": BETA}, ValueError, r"g: got shape \[2, 5, 4\], needs \[B, T, HV, K\]"),
+    ({"g": GATES + 0.5}, ValueError, "g: got a log decay of 0.5, needs at most 0"),
     ({"beta": GATES}, ValueError, "beta: got shape"),
     ({"q": X[..., :7]}, ValueError, "k: got shape"),
     ({"q": X[0]}, ValueError, "q: got shape .* needs 4 dimensions"),

@@ -56,6 +56,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.randn(1, 6, 6, 8)}, ValueError,
      "q: got 6 heads, needs a multiple or a divisor of the 4 heads of v"),
     ({"g": torch.rand(1, 6, 2)}, ValueError, r"g: got shape \[1, 6, 2\], needs .* = \[1, 6, 4\]"),
+    ({"g": torch.linspace(-1, 0.5, 24).view(1, 6, 4)}, ValueError, "g: got a log decay of 0.5, needs at most 0"),
     ({"beta": torch.rand(1, 6, 4, 1)}, ValueError, r"beta: got shape \[1, 6, 4, 1\]"),
     ({"initial_state": torch.rand(1, 4, 5, 8)}, ValueError, r"initial_state: .* = \[1, 4, 8, 5\]"),
     ({"initial_state": torch.ones(1, 4, 8, 5, dtype=torch.int64)}, TypeError,
@@ -85,6 +86,7 @@ def test_delta_rule_names_what_is_wrong(form: Callable[..., Any]) -> None:
     ({"k": torch.randn(1, 6, 2, 8).bfloat16()}, "k: got dtype torch.bfloat16, needs torch.float32"),
     ({"initial_state": torch.rand(1, 4, 8, 5).half()}, "initial_state: got dtype torch.float16, needs torch.float32"),
     ({"use_gate_in_kernel": True, "A_log": torch.zeros(4)}, "dt_bias: got None, needs"),
+    ({"g": torch.full((1, 6, 4), 0.5)}, "g: got a log decay of 0.5, needs at most 0"),
 ])  # fmt: skip
 def test_operators_that_convert_nothing_take_no_other_dtypes(changes: dict[str, Any], message: str) -> None:
     """Mesa, test-time training and Titans share the check of the gated delta rule."""

@@ -255,6 +255,8 @@ def test_wrong_arguments_are_named(form: Any) -> None:
 
 WRONG_GATES: list[tuple[dict[str, Any], str]] = [
     ({"gk": torch.zeros(1, 3, 2)}, r"gk: got shape \[1, 3, 2\], needs \[B, T, HV, K\]"),
+    ({"gk": torch.full((1, 3, 2, 4), 0.5)}, "gk: got a log decay of 0.5, needs at most 0"),
+    ({"gv": torch.full((1, 3, 2, 4), 0.5)}, "gv: got a log decay of 0.5, needs at most 0"),
     ({"gv": torch.zeros(1, 3, 2, 5)}, r"gv: got shape \[1, 3, 2, 5\], needs \[B, T, HV, V\]"),
     ({"beta": torch.zeros(1, 3, 2, 1)}, r"beta: got shape \[1, 3, 2, 1\], needs \[B, T, HV\] or"),
     ({"gk": torch.zeros(1, 3, 2, 4), "erase": "undecayed"}, "gk: got a tensor, needs None with"),

@@ -403,6 +403,14 @@ def test_wrong_arguments_are_named() -> None:
     assert_refused(gated_delta_step_, rows)
 
 
+def test_a_log_decay_above_0_is_refused() -> None:
+    x, gate = torch.ones(1, 1, 4), torch.full((1, 1, 1), 0.5)
+    state = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match=r"a: got a log decay of 0.5, needs at most 0"):
+        gated_delta_step_(x, x, x, gate, gate, state, None, None)
+    gated_delta_step_(x, x, x, gate, gate, state, torch.zeros(1), torch.zeros(1))  # a logit
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [16, 64, 100, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -7,13 +7,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltanet_hf.errors import QualityError, UserError, one_line
@@ -23,6 +24,7 @@ from deltanet_hf.sessions import load_session
 from deltanet_hf.sessions.conversation import first_turn, further_turn
 from deltanet_recipes.cli import COMMANDS, Subcommand, main
 from deltanet_recipes.log_bars import hide_bars_in_logs
+from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import tiny_student
 
 
@@ -160,6 +162,25 @@ def test_a_quantised_cache_says_the_same_and_is_smaller(
     assert "or add --cache-bits 16" in capsys.readouterr().err
 
 
+def test_what_the_model_prefers_for_its_answers_does_not_break_the_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, shown = shutil.copytree(folder, tmp_path / "model"), []
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # stop strings are looked for in its words
+    tokenizer.save_pretrained(model)
+    file = model / "generation_config.json"
+    usual = json.loads(file.read_text())
+    unusual: list[dict[str, Any]] = [{"num_beams": 3, "num_return_sequences": 3}, {"cache_implementation": "static"}]
+    for settings in ({}, *unusual, {"use_cache": False}, {"stop_strings": ["no such words"]}):
+        file.write_text(json.dumps(usual | settings))
+        options = ["--prompt", "a b", "--max-new-tokens", "4", "--cache-bits", "8", "--session"]
+        assert call(monkeypatch, "generate", model, *options, tmp_path / str(len(shown))) == 0
+        shown.append(capsys.readouterr().out)
+    assert len(shown[0]) > 1
+    assert set(shown) == {shown[0]}
+
+
 PROMPTS = ("w5 w6 w7", "w8 w9", "w10")
 
 
@@ -208,6 +229,14 @@ def test_a_chat_goes_on_with_the_tokens_of_its_template(ended: bool, folder: Pat
     tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(UserError, match="leaves out replies; use --no-chat"):
         further_turn(tokenizer, "w7", True, 2)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if not m.content or 'w99' in m.content %}{{ raise_exception('no words') }}"
+        "{% endif %}{{ m.content }} {% endfor %}"
+    )
+    assert further_turn(tokenizer, "w7", True, 2)[0].tolist() == [7]
+    for turn in (first_turn, partial(further_turn, last=2)):
+        with pytest.raises(UserError, match=r"the chat template of this model fails \(no words\); use --no-chat"):
+            turn(tokenizer, "w99", chat=True)
 
 
 REFUSED: list[tuple[list[str], str]] = [

@@ -129,11 +129,11 @@ def test_padded_batch_equals_single_rows(model: PreTrainedModel, tokens: torch.T
     single = logits(model, tokens[1:, 5:])
     left = torch.ones_like(tokens)
     left[1, :5] = 0
-    positions = (left.cumsum(-1) - 1).clamp(min=0)
-    close(logits(model, tokens, attention_mask=left, position_ids=positions)[1:, 5:], single)
     right = left.flip(-1)
     shifted = torch.cat([tokens[:, 5:], tokens[:, :5]], dim=1)
-    close(logits(model, shifted, attention_mask=right)[1:, : LENGTH - 5], single)
+    for rows, mask, real in ((tokens, left, slice(5, None)), (shifted, right, slice(LENGTH - 5))):
+        for given in ({}, {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}):
+            close(logits(model, rows, attention_mask=mask, **given)[1:, real], single)
 
 
 @mixers_in_full
@@ -159,6 +159,8 @@ def test_packed_equals_unpacked(model: PreTrainedModel, tokens: torch.Tensor) ->
         return
     close(logits(model, row, position_ids=positions), parts)
     close(logits(model, row, cu_seq_lens_q=boundaries), parts)
+    with pytest.raises(ValueError, match=r"^attention_mask: got one beside cu_seq_lens_q"):
+        logits(model, row, cu_seq_lens_q=boundaries, attention_mask=torch.ones_like(row))
 
 
 @every_mixer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import weakref
@@ -13,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama import modeling_llama
 
 from deltanet_hf.evaluation.lesions import switch_off_state
 from deltanet_hf.fast import FastDecoder, fast_form, form
@@ -184,6 +186,27 @@ def test_what_is_put_around_a_module_counts(spoil: Any) -> None:
     if spoil is hook:
         handle.remove()
         assert isinstance(fast_form(model), FastDecoder)
+
+
+@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"])
+def test_a_method_of_a_class_may_be_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger's kernels come in this way; before, calls without gradients went on with the method of the library."""
+    model = set_cache_bits(tiny_student("llama", window=3, layers=HYBRID), 4).to(DEVICE)
+    before = read(model, (9, 5))
+    kind = getattr(modeling_llama, name)
+    own, calls = kind.forward, []
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    torch.testing.assert_close(read(model, (9, 5)), before, **ROUNDING)
+    assert len(calls) == 2 * sum(isinstance(module, kind) for module in model.modules())
+    assert str(fast_form(model)).endswith(f"{name}.forward is replaced")
+    monkeypatch.undo()
+    assert isinstance(fast_form(model), FastDecoder)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,28 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+    pipeline,
+)
 
 from deltanet_hf import LayerTable, converted_config
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
@@ -27,6 +41,7 @@ from support.tiny_models import (
     mixture_table,
     teacher_config,
     tiny_mixture,
+    tiny_qwen3_5,
     tiny_student,
     tiny_table,
     tiny_teacher,
@@ -232,6 +247,22 @@ def test_autocast_over_float32_weights_trains(profile: str, tokens: torch.Tensor
     loss.backward()
     torch.testing.assert_close(loss.float(), exact, rtol=3e-2, atol=0)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [*(partial(tiny_student, family) for family in FAMILIES), tiny_qwen3_5])
+def test_other_heads_than_a_language_model_s_are_refused(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    """Embeddings, rewards, answers, images: before, pipelines took logits for what they had asked for."""
+    config = make().config
+    config.save_pretrained(tmp_path)
+    only = "a converted model has the head of a language model only; load it with AutoModelForCausalLM"
+    others = AutoModel, AutoModelForSequenceClassification, AutoModelForQuestionAnswering, AutoModelForImageTextToText
+    for auto in others:
+        for call in (lambda auto=auto: auto.from_pretrained(tmp_path), lambda auto=auto: auto.from_config(config)):
+            with pytest.raises(UserError, match=only):
+                call()
+    for task in ("feature-extraction", "text-classification", "token-classification"):
+        with pytest.raises(UserError, match=rf"^{tmp_path}: {only}"):
+            pipeline(task, str(tmp_path))
 
 
 def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, tokens: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 
@@ -22,6 +23,7 @@ from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import add_key_order, cache_bits_of, set_cache_bits, stored_bytes
+from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels import PackedKeyValues, packed_part
 from deltanet_kernels.packed_cache.layout import GROUP, rounded_tokens, unpacked
 from support.plain_form import plain_form
@@ -319,9 +321,27 @@ def test_no_gradient_is_lost_after_other_tokens(trained: int, length: int) -> No
         held.attend(*inputs, 0.2, None)
 
 
+@torch.no_grad()
+def test_a_model_in_a_wrapper_takes_other_bits() -> None:
+    """Trainers hand over what `get_peft_model` made."""
+    plain = made("heads")
+    wanted = {bits: set_cache_bits(plain, bits)(LONG).logits for bits in (4, 16)}
+    model = get_peft_model(plain, LoraConfig(r=2))
+    for bits in (4, 16, 4):
+        set_cache_bits(model, bits)
+        assert LayerTable.of(model.config).cache_bits == cache_bits_of(model) == bits
+        torch.testing.assert_close(model(LONG).logits, wanted[bits], rtol=1e-9, atol=1e-9)
+    assert stored_bytes(model, 99, 4) == stored_bytes(model.get_base_model(), 99, 4)
+    cache = DynamicCache(config=model.config)
+    place_layers(model, cache)
+    kinds = [type(layer) for layer in cache.layers]
+    model(LONG, past_key_values=cache, use_cache=True)
+    assert [type(layer) for layer in cache.layers] == kinds
+
+
 def test_what_has_no_packed_form_is_refused() -> None:
     model = made("hybrid")
-    with pytest.raises(ValueError, match="cache bits: packed sequences are read in 16 bits"):
+    with pytest.raises(ValueError, match=r"cache bits: packed sequences are read in 16 bits; call set_cache_bits"):
         model(LONG[:1], position_ids=torch.arange(150)[None] % 50, use_cache=False)
     with pytest.raises(ValueError, match="cache bits: a static cache holds 16 bits"):
         model.generate(LONG[:, :40], cache_implementation="static", max_new_tokens=2, disable_compile=True)

@@ -15,6 +15,8 @@ from support.tiny_models import COMMON, HYBRID, LAYERS, randomise, tiny_student
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(2))
 MASK = torch.ones_like(TOKENS)
 MASK[1, :5] = 0
+# Keys that are offset behind their rotation: what a state holds then depends on where positions begin.
+KINDS: list[dict[str, Any]] = [{"profile": "qwen3_5"}, {"k_offset": True}]
 
 
 @pytest.fixture
@@ -42,10 +44,11 @@ def steps(model: PreTrainedModel, mask: torch.Tensor | None, cache: Any) -> torc
 
 
 @pytest.mark.parametrize("layers", [None, HYBRID], ids=["all", "hybrid"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_padded_batch_derives_its_padding_once_a_forward(
-    layers: tuple[int, ...] | None, derivations: list[torch.Tensor | None]
+    kind: dict[str, Any], layers: tuple[int, ...] | None, derivations: list[torch.Tensor | None]
 ) -> None:
-    model = tiny_student("llama", "qwen3_5", layers)
+    model = tiny_student("llama", layers=layers, **kind)
     padded = steps(model, MASK, DynamicCache(config=model.config))
     assert [None if x is None else x.tolist() for x in derivations] == [
         (MASK[:, :10] == 0).tolist(),
@@ -68,20 +71,31 @@ def test_nothing_padded_reaches_no_layer(mask: torch.Tensor | None, monkeypatch:
     assert seen == [None] * (3 * LAYERS)
 
 
-def test_the_masks_of_a_static_cache_are_read_at_the_tokens_seen() -> None:
+@pytest.mark.parametrize("dims", [2, 4])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_masks_of_a_static_cache_are_read_at_the_tokens_seen(kind: dict[str, Any], dims: int) -> None:
     """Wider than what was seen, and handed over as 4D by whoever compiles."""
-    model = tiny_student("qwen3", "qwen3_5", HYBRID)
+    model = tiny_student("qwen3", layers=HYBRID, **kind)
     wanted = steps(model, MASK, DynamicCache(config=model.config))
     wide = torch.cat([MASK, torch.zeros(2, 8, dtype=MASK.dtype)], dim=1)
     found = []
     cache = StaticCache(config=model.config, max_cache_len=20)
     for begin, end in ((0, 10), (10, 11), (11, 12)):
         rows = torch.arange(begin, end).view(1, 1, -1, 1)
-        four = (torch.arange(20) <= rows) & wide.bool()[:, None, None, :]
+        mask = wide if dims == 2 else (torch.arange(20) <= rows) & wide.bool()[:, None, None, :]
         with torch.no_grad():
-            found.append(model(TOKENS[:, begin:end], attention_mask=four, past_key_values=cache, use_cache=True).logits)
+            found.append(model(TOKENS[:, begin:end], attention_mask=mask, past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(found, dim=1)[1:, 5:], wanted[1:, 5:], rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(torch.cat(found, dim=1)[:1], wanted[:1], rtol=2e-4, atol=2e-4)
+
+
+def test_a_mask_that_gives_no_positions_is_refused() -> None:
+    model = tiny_student("mistral", layers=HYBRID)
+    cache = model(TOKENS[:, :7], use_cache=True).past_key_values
+    four = torch.ones(2, 1, 5, 12, dtype=torch.bool).tril(7)
+    for mask, more in ((four, {"past_key_values": cache}), ({"sliding_attention": four}, {})):
+        with pytest.raises(ValueError, match=r"^position_ids: cannot be read off this attention_mask"):
+            model(TOKENS[:, 7:], attention_mask=mask, **more)
 
 
 def test_a_token_padded_at_a_decoding_step_leaves_the_state_alone() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
@@ -365,6 +366,30 @@ def test_models_with_other_key_orders_are_others() -> None:
     order = model.model.layers[1].self_attn.key_order
     order[0, :, 6:8] = order[0, :, 6:8].flip(1)
     assert len({identity["weights"] for identity in (plain, own, model_identity(model))}) == 3
+
+
+def test_a_session_belongs_to_the_adapters_at_work(tmp_path: Path) -> None:
+    base, config = tiny_student("llama", layers=HYBRID), LoraConfig(r=2, init_lora_weights=False)
+    model = get_peft_model(base, config)
+    model.add_adapter("other", config)
+    mask, path = torch.ones_like(IDS), tmp_path / "s"
+    cache = DynamicCache(config=model.config)
+    read(model, cache, mask, slice(0, 10))
+    save_session(path, model, cache, IDS[:, :11], mask[:, :11])
+    wanted = read(model, cache, mask, slice(10, 14))
+    for same in (model, base):
+        assert read(same, load_session(path, same).cache, mask, slice(10, 14)).equal(wanted)
+    refused = {"path": path, "model": model}, UserError, "belongs to another model, the weights differ"
+    model.set_adapter("other")
+    assert_refused(load_session, [refused])
+    model.set_adapter("default")
+    with model.disable_adapter():
+        assert_refused(load_session, [refused])
+    factors = base.model.layers[1].self_attn.q_proj.scaling
+    factors["default"] *= 2
+    assert_refused(load_session, [refused])
+    factors["default"] /= 2
+    load_session(path, model)
 
 
 def test_the_identity_survives_saving_and_loading(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.fast.decoder import fast_attention
 from deltanet_hf.mixers.cache.argument import NAMES
 from deltanet_hf.models.cache_bits import set_cache_bits
@@ -131,6 +134,19 @@ def test_the_cache_of_another_model_is_refused(ids: torch.Tensor, mixer: str | N
     other = tiny_teacher("llama") if mixer is None else tiny_student("llama", mixer=mixer)
     with pytest.raises((ValueError, TypeError), match=r"cache: .* pass an empty"):
         student(ids, past_key_values=filled(other, ids))
+
+
+@pytest.mark.parametrize("make", [tiny_teacher, tiny_student], ids=["teacher", "student"])
+def test_windows_that_a_folder_does_not_have_are_not_saved(make: Any, tmp_path: Path) -> None:
+    """Before: random attention where heads were restricted, the plain teacher where layers were."""
+    layers = {} if make is tiny_teacher else {"layers": (0, 2)}
+    restricted = [restrict_to_window(make("llama", **layers), 4, 1)]
+    restricted += [restrict_heads(make("llama"), {1: [0]}, 4, 1)] if make is tiny_teacher else []
+    for model in restricted:
+        for save in (model.save_pretrained, get_peft_model(model, LoraConfig(r=1)).get_base_model().save_pretrained):
+            with pytest.raises(UserError, match=r"^save_pretrained: .* not have the windows .* convert --mixer window"):
+                save(tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_is_no_cache_is_refused(ids: torch.Tensor) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoHaConfig, LoraConfig, OFTConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.models.restrict import restrict_to_window
-from support.tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, tiny_qwen3_5, tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -198,6 +200,27 @@ def test_adapters_without_targets_reach_windows(family: str) -> None:
     model = get_peft_model(tiny_student(family, mixer="window", window=5, sinks=2), LoraConfig(task_type="CAUSAL_LM"))
     adapted = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name}
     assert adapted == ({"qkv_proj"} if family == "phi3" else {"q_proj", "v_proj"})
+
+
+METHODS = {
+    LoraConfig: {"q_proj", "v_proj"},
+    LoHaConfig: {"q_proj", "v_proj"},
+    OFTConfig: {"q_proj", "v_proj"},
+    IA3Config: {"k_proj", "v_proj", "down_proj"},
+    LNTuningConfig: {"input_layernorm", "post_attention_layernorm", "norm"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_peft_has_the_targets_of_the_teacher(method: Any) -> None:
+    def adapted(model: Any) -> set[str]:
+        model = get_peft_model(model, method(task_type="CAUSAL_LM"))
+        layers = (name for name, part in model.named_modules() if isinstance(part, BaseTunerLayer))
+        return {name.rpartition(".")[2] for name in layers}
+
+    assert adapted(tiny_student("llama", layers=HYBRID)) == adapted(tiny_teacher("llama")) == METHODS[method]
+    assert adapted(tiny_student("phi3", layers=HYBRID)) >= METHODS[method]
+    assert adapted(tiny_qwen3_5()) >= METHODS[method] - {"k_proj", "q_proj", "v_proj"}
 
 
 @torch.no_grad()

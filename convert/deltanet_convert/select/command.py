@@ -43,7 +43,8 @@ def select_command(
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
-        task = plan_selection(opened, options, made.table_of((), opened.config))
+        table = made.for_heads_of(opened.head_dim).table_of((), opened.config)
+        task = plan_selection(opened, options, table)
         with shown_on(console) as show:
             selection = run_selection(task, out, show, overwrite=options.overwrite)
     print_selection(selection, task, console)

@@ -64,6 +64,11 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
         candidates = Candidates.of(teacher.config, "layer")
+        if len(candidates.units) == 1:
+            raise UserError(
+                f"--layers {AUTO}: {teacher.name} has one layer of full attention, so there is nothing to choose; give "
+                "--layers all, which converts it, or every:1, which measures keys for 4 bits"
+            )
         budget_text = str(_usual_count(candidates))
         if chosen_device(options.device).type != "cuda":
             method = "uniform"

@@ -92,7 +92,7 @@ def _has_new_weights(converted: list[dict[str, Any]]) -> bool:
     return any(layer["created"] for layer in converted)
 
 
-def _keeps_tokens(converted: list[dict[str, Any]]) -> bool:
+def keeps_tokens(converted: list[dict[str, Any]]) -> bool:
     """Whether converted layers are softmax attention with something added (`AttentionKind`), by their plans.
 
     Mixed heads keep tokens too, but in some heads only.
@@ -118,7 +118,7 @@ def _tags(mixer: str, converted: list[dict[str, Any]]) -> list[str]:
         return []
     if not _has_new_weights(converted):
         return ["sliding-window-attention"]
-    return [mixer.replace("_", "-")] + ["linear-attention"] * (not _keeps_tokens(converted))
+    return [mixer.replace("_", "-")] + ["linear-attention"] * (not keeps_tokens(converted))
 
 
 def _title(converted: list[dict[str, Any]]) -> str:
@@ -163,7 +163,7 @@ def _state_of_training(report: dict[str, Any], converted: list[dict[str, Any]]) 
         narrowed = """ The converted layers see only a part of the context, so
 the model can be used as it is where that part is enough. Training adapts it further (`deltanet-hf distill`)."""
         return f"All weights are the teacher's; nothing was fitted or trained.{narrowed if converted else ''}"
-    if _keeps_tokens(converted):
+    if keeps_tokens(converted):
         return """\
 All weights of the teacher's attention are in the new layers. What they add to it starts at or close to zero: the model
 begins as its teacher, and training decides what it uses (`deltanet-hf distill`). A loss that only compares it with this

@@ -23,11 +23,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"{check['teacher_perplexity']:.2f} -> {check['perplexity']:.2f}, KL to the teacher "
         f"{check['kl']:.3f} nats"
     )
-    if all(layer["kind"] == "linear" and "window" not in layer["title"] for layer in report["plan"]["layers"]):
-        console.print(
-            "Every layer is a state alone, without softmax attention or a window: train it before use (deltanet-hf "
-            "distill); without --pure and --profile qwen3_5, the model begins near its teacher."
-        )
 
 
 def _layers_table(layers: list[dict[str, Any]]) -> Table:

@@ -24,7 +24,7 @@ from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.packed_cache import PackedCacheLayer
-from deltanet_hf.mixers.cache.packed_reach import PackedReach
+from deltanet_hf.mixers.cache.packed_reach import PACKED_ROWS, PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
@@ -106,7 +106,7 @@ def call_packed(
     """
     cache = call.cache
     if call.cu_seqlens is not None and call.lengths is None:
-        raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
+        raise ValueError(PACKED_ROWS)
     if cache is not None and cache.static_length:
         raise ValueError("cache bits: a static cache holds 16 bits; use a cache that grows, such as DynamicCache()")
     length = inputs["hidden_states"].shape[1]

@@ -13,6 +13,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, token_blocks
 
+PACKED_ROWS = "cache bits: packed sequences are read in 16 bits; call set_cache_bits(model, 16) first"
 NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "token_scales", "count")
 PACKED = NAMES[:4]  # those with a dimension of groups, the third
 

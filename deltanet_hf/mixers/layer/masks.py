@@ -44,6 +44,35 @@ def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | 
     return ~diagonal if diagonal.dtype == torch.bool else diagonal <= -1.0
 
 
+def positions_in(
+    attention_mask: object, padding: torch.Tensor | None, length: int, seen: int | torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """[B, T] int64 positions of the last `length` tokens: how many tokens that are no padding stand before each.
+
+    Softmax attention does not see where positions begin, because its rotary embedding is relative; an offset of rotated
+    keys and an activation of them do.
+
+    Args:
+        attention_mask, seen: as for `padded_tokens`.
+        padding: of a 4D mask.
+        window: the family's sliding window.
+
+    Raises:
+        ValueError: a mask that does not say where the tokens in the cache begin, or one per kind of layer.
+    """
+    begins = isinstance(seen, int) and seen == 0
+    if isinstance(attention_mask, torch.Tensor):
+        if attention_mask.dim() == 2:
+            counts = (attention_mask != 0).cumsum(-1)[:, _own_columns(attention_mask, length, seen)]
+            return (counts - 1).clamp(min=0)
+        if begins and padding is not None:
+            return ((~padding).cumsum(-1) - 1).clamp(min=0)
+        if window is None:  # causal order: a token sees all before it
+            visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1.0
+            return (visible[:, 0].sum(-1) - 1).clamp(min=0)
+    raise ValueError("position_ids: cannot be read off this attention_mask; pass them with it, or a mask [B, S]")
+
+
 def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
     """Tokens that a layer's softmax attention sees in the family's own sliding window; None for all."""
     window = getattr(config, "sliding_window", None)
@@ -97,6 +126,12 @@ def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor | None:
     return torch.cat([starts, starts.new_tensor([position_ids.numel()])])
 
 
+def inputs_in(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The token ids [B, T] or embeddings [B, T, hidden] among the arguments of a decoder's call."""
+    named = (kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+    return next(named, args[0] if args else None)
+
+
 def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the decoder: tell every layer about packed rows, once per forward.
 
@@ -104,11 +139,15 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
     that restart, from which transformers builds the mask of softmax layers (it does so only without a cache).
 
     Raises:
-        ValueError: packed rows in a family for which transformers builds no such mask.
+        ValueError: packed rows in a family for which transformers builds no such mask, or with another mask.
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
-    inputs: Any = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    inputs = args[0] if inputs is None and args else inputs
+    inputs: Any = inputs_in(args, kwargs)
+    if cu_seqlens is not None and kwargs.get("attention_mask") is not None:
+        raise ValueError(
+            "attention_mask: got one beside cu_seq_lens_q, with which softmax layers do not keep packed sequences "
+            "apart; leave the mask out, and give padding boundaries of its own"
+        )
     if position_ids is None and cu_seqlens is not None:
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         sequence = torch.searchsorted(cu_seqlens.to(positions), positions, right=True) - 1
@@ -136,12 +175,13 @@ def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
     """Forward pre-hook of the decoder: read the padding off the caller's mask once instead of in every layer.
 
     The layers get it as `padding` and use it where they also get a mask (`padding_in`). Where it is not known here
-    which columns of the mask belong to this forward, the layers read the mask that transformers makes of it.
+    which columns of the mask belong to this forward, the layers read the mask that transformers makes of it. Where the
+    caller gives no positions, they count the tokens that are no padding (`positions_in`).
     """
     if kwargs.get("padding") is NO_PADDING:
         return args, kwargs
     mask, cache = kwargs.get("attention_mask"), cache_in(kwargs)
-    inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    inputs = inputs_in(args, kwargs)
     if inputs is None:
         return args, kwargs
     length, seen = inputs.shape[1], 0 if cache is None else cache.get_seq_length()
@@ -151,6 +191,9 @@ def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         kwargs["padding"] = padded_tokens(mask, length, seen)
         if mask.dim() == 4 and length > 1:
             _check_order(mask, kwargs["padding"], seen, getattr(module.config, "sliding_window", None))
+    if mask is not None and kwargs.get("position_ids") is None:
+        window = getattr(module.config, "sliding_window", None)
+        kwargs["position_ids"] = positions_in(mask, kwargs.get("padding"), length, seen, window)
     # transformers makes a mask of what follows a cache, and of a sliding window, even if nothing is padded.
     follows = isinstance(seen, int) and seen > 0
     if length > 1 and (mask is None or (follows and _is_known_whole(kwargs.get("padding")))):

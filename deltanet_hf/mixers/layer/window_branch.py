@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
-from deltanet_hf.mixers.cache.packed_reach import NAMES, PackedReach
+from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED_ROWS, PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
@@ -202,7 +202,7 @@ class WindowBranch(Part):
             q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
         if self.cache_bits < 16:
             if cu_seqlens is not None:
-                raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
+                raise ValueError(PACKED_ROWS)
             rest = self.scale, self.cache_bits, self.softcap, None, self.kept.key_order
             near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
         else:

@@ -20,7 +20,8 @@ class ChannelCall(NamedTuple):
         q: queries [B, T, HQ, K]; T >= 1.
         k: keys [B, T, H, K], dtype of q.
         v: values [B, T, HV, V], dtype of q.
-        g: log decay per token and key channel, <= 0 [B, T, HV, K]; float32 is recommended.
+        g: log decay per token and key channel, <= 0 [B, T, HV, K]; float32 is recommended. Values are checked on CPUs
+            only.
         beta: write strength [B, T, HV].
         erase_key: p [B, T, HV, K], dtype of q; k by default. It is used as given, also where k is normalised.
         erase: False writes beta_t k_t v_t^T and never reads the state.
@@ -35,7 +36,8 @@ class ChannelCall(NamedTuple):
         o [B, T, max(HQ, HV), V] in the dtype of v, and the final state [N, HV, K, V] float32 or None.
 
     Raises:
-        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0, an erase key without erasing.
+        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0, an erase key without erasing, a log
+            decay above 0.
         TypeError: dtypes that do not fit.
     """
 

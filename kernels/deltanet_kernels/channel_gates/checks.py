@@ -8,6 +8,7 @@ from deltanet_kernels.checks import (
     check_heads,
     require_device,
     require_input,
+    require_log_decay,
     require_shape,
     require_tensor,
 )
@@ -17,7 +18,8 @@ def check_channel_rule(call: ChannelCall) -> None:
     """Check the arguments of a call.
 
     Raises:
-        ValueError: a shape, head count, device or offset that does not fit, or an erase key without erasing.
+        ValueError: a shape, head count, device or offset that does not fit, an erase key without erasing, or a log
+            decay above 0.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
     q, k, v, g, beta, p, state = *call[:6], call.initial_state
@@ -28,6 +30,7 @@ def check_channel_rule(call: ChannelCall) -> None:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
     B, T, K, HV, V = check_heads(q, k, v)
     require_shape("g", g, (B, T, HV, K), "[B, T, HV, K] with HV of v and K of k")
+    require_log_decay("g", g)
     require_shape("beta", beta, (B, T, HV), "[B, T, HV] with HV of v")
     if p is not None:
         if not call.erase:

@@ -46,6 +46,8 @@ def recurrent_with_fine_gates(call: RuleCall, gk: torch.Tensor | None, gv: torch
     ):
         if gate is not None:
             checks.require_shape(name, checks.require_input(name, gate, "q", call.q), shape, meaning)
+            if name != "beta":
+                checks.require_log_decay(name, gate)
     if gk is not None and call.erase == "undecayed":
         raise ValueError("gk: got a tensor, needs None with erase='undecayed'")
     by_column = per_value or gv is not None

@@ -49,7 +49,8 @@ def chunk_gated_delta_rule(
         q: queries [B, T, HQ, K]; T >= 1.
         k: keys [B, T, H, K].
         v: values [B, T, HV, V]. If the dtypes of q, k and v differ, the widest is computed with.
-        g: log decay per token, <= 0 [B, T, HV]; float32 is recommended. With use_gate_in_kernel: the raw logit a.
+        g: log decay per token, <= 0 [B, T, HV]; float32 is recommended. Values are checked on CPUs only. With
+            use_gate_in_kernel: the raw logit a.
         beta: write strength in [0, 2] [B, T, HV]; its logit with use_beta_sigmoid_in_kernel.
         scale: factor of the output, K**-0.5 by default.
         initial_state: [N, HV, K, V] in any floating-point dtype, N = B or the number of packed sequences; zeros by
@@ -78,7 +79,8 @@ def chunk_gated_delta_rule(
         o [B, T, HO, V] in the dtype of q, and the final state [N, HV, K, V] float32 or None.
 
     Raises:
-        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0, arguments that do nothing here.
+        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0, a log decay above 0, arguments that
+            do nothing here.
         TypeError: dtypes that do not fit, unknown arguments.
     """
     if others:

@@ -12,6 +12,7 @@ from deltanet_kernels.checks import (
     require_device,
     require_float,
     require_least,
+    require_log_decay,
     require_shape,
     require_tensor,
     shape_text,
@@ -24,7 +25,8 @@ def check_gated_delta_step(call: StepCall) -> None:
     """Check the arguments of a decoding step.
 
     Raises:
-        ValueError: a shape, head count or device that does not fit, or a state or tail that is not contiguous.
+        ValueError: a shape, head count or device that does not fit, a state or tail that is not contiguous, or a log
+            decay above 0.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin = call[:15]
@@ -68,6 +70,8 @@ def check_gated_delta_step(call: StepCall) -> None:
     HO = max(HQ, HV)
     for name, x in (("a", a), ("b", b)):
         require_shape(name, x, (B, T, HV), "[B, T, HV] with HV of the state")
+    if A_log is None:
+        require_log_decay("a", a)
     if (A_log is None) != (dt_bias is None):
         raise ValueError("dt_bias: needs a tensor with A_log, and None without")
     for name in ("A_log", "dt_bias"):

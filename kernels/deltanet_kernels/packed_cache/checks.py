@@ -23,7 +23,7 @@ from deltanet_kernels.packed_cache.calls import (
     PromptAttentionCall,
     RoundTokensCall,
 )
-from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS
+from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, is_packable
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.checks import check_window_attention
 
@@ -134,8 +134,7 @@ def check_prompt_attention(call: PromptAttentionCall) -> None:
 def _check_tokens(k: Tensor, v: Tensor) -> None:
     require_float("k", require_tensor("k", k))
     require_shape("v", require_tensor("v", v), tuple(k.shape), "the shape of k")
-    D = k.shape[-1]
-    if k.dim() != 4 or (D % GROUP and (D > GROUP or D % 2)):
+    if k.dim() != 4 or not is_packable(k.shape[-1]):
         raise ValueError(f"k: got shape {list(k.shape)}, needs four dimensions with D in whole groups of channels")
 
 

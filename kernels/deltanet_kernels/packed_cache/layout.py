@@ -77,6 +77,16 @@ class PackedKeyValues(NamedTuple):
         return PackedKeyValues(*tensors, self.key_order)  # type: ignore[call-arg]
 
 
+def is_packable(D: int) -> bool:
+    """Whether heads of D channels have a packed form: whole groups of channels, or an even part of one."""
+    return D % GROUP == 0 or (D < GROUP and D % 2 == 0)
+
+
+def takes_key_order(D: int) -> bool:
+    """Whether their keys can have 5, 4 and 3 bits."""
+    return is_packable(D) and D % 8 == 0
+
+
 def token_blocks(D: int) -> int:
     """Parts of a token's D channels that have a scale each: of 16 channels if D is a multiple of 16."""
     return D // math.gcd(BLOCK, D)

@@ -1,0 +1,46 @@
+"""The last words of a conversion: how near the model is to its teacher, and what training makes of it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from deltanet_hf.models.layers import SOFTMAX
+
+from .conversion_card import keeps_tokens
+
+# KL on held-out text in nats. In rows of 1,024 tokens SmolLM2-135M's untrained windows of 3 to 9 MB are below 0.03
+# (docs/results.md); with states and seven whole layers it begins at 0.8, and its first answer is an end of text.
+CLOSE, FAR = 0.05, 0.3
+SMALL = 300_000_000  # parameters up to which the rates of SmolLM2-135M's recipes are not too high
+LARGER = "qwen3-0.6b"
+# Recipes, and what they were measured to do (docs/results.md, docs/mixers.md).
+WINDOWS = "smollm2-135m-heads-10m", "9.9M tokens halved SmolLM2-135M's KL on texts of 8k tokens"
+WITH_STATES = "smollm2-135m-hybrid-10m", "9.9M tokens brought SmolLM2-135M with seven whole layers to 0.012"
+STATES = "smollm2-135m-10m", "9.9M tokens brought SmolLM2-135M to 0.20, with seven whole layers to 0.09"
+ADDED = "smollm2-135m-10m stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
+
+
+def outlook(report: dict[str, Any], out: Path) -> str:
+    """One line; `report` is the contents of `conversion.json`, `out` the folder of the model."""
+    plan, kl = report["plan"], report["held_out"]["kl"]
+    converted = [layer for layer in plan["layers"] if layer["kind"] != SOFTMAX]
+    if kl < CLOSE:
+        verdict = "Close to its teacher on text like this"
+    else:
+        verdict = "Apart from its teacher" if kl < FAR else "Far from its teacher: train it before use"
+    if not converted:
+        return f"{verdict}. Its weights are the teacher's, so there is nothing to train."
+    if not any(layer["created"] for layer in converted):
+        recipe, measured = WINDOWS
+    elif keeps_tokens(converted):
+        recipe, measured = ADDED
+    else:
+        recipe, measured = WITH_STATES if all("window" in layer["title"] for layer in converted) else STATES
+    if plan["teacher_parameters"] > SMALL:
+        recipe = recipe.replace(recipe.partition(" ")[0], LARGER)
+    folders = " ".join(shlex.quote(f"{key}={value}") for key, value in (("student", out), ("output", f"{out}-trained")))
+    return (
+        f"{verdict}. Training ({measured}): deltanet-hf distill {recipe} {folders} 'data={{sources: [{{path: TEXT}}]}}'"
+    )
