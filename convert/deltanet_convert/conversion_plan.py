@@ -131,7 +131,7 @@ def make_plan(
     student = meta_model(student_class, config, dtype)  # refuses layers that have no packed form
     specs = output_specs(student, dtype, tuple(f".{name}" for name in FLOAT32_NAMES))
     layout = plan_layout(specs, shard_size)
-    use_cache_bits(student, 16)  # layers are fitted and compared with the teacher in 16 bits
+    use_cache_bits(student, 16)  # layers are fitted in 16 bits
     layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
     row = sequence_length(table, teacher.config)
     normed = getattr(config, INSERTED_QK_NORMS, ())

@@ -55,15 +55,19 @@ def use_cache_bits(model: PreTrainedModel, bits: int) -> None:
     decoder: Any = model.model
     for layer in decoder.layers:
         attention = getattr(layer, "self_attn", None)
-        if attention is None:  # a linear layer of Qwen3.5
-            continue
-        for branch in branches_of(attention).values():
-            if isinstance(branch, LayerKind):
-                branch.use_cache_bits(bits)
-            else:
-                pack_softmax(branch, bits)
+        if attention is not None:  # else a linear layer of Qwen3.5
+            use_bits_in(attention, bits)
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
+
+
+def use_bits_in(attention: Any, bits: int) -> None:
+    """`use_cache_bits` for the attention of one layer."""
+    for branch in branches_of(attention).values():
+        if isinstance(branch, LayerKind):
+            branch.use_cache_bits(bits)
+        else:
+            pack_softmax(branch, bits)
 
 
 def add_key_order(model: PreTrainedModel) -> None:
