@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.layers_option import file_selection
-from deltanet_convert.select import for_convert, objectives, probes, read_selection, run
+from deltanet_convert.select import allocation, for_convert, objectives, probes, read_selection, run
 from deltanet_convert.select.allocation import PATIENCE, Allocation, _Measure, best_of, is_done, sharing_copy
 from deltanet_convert.select.budget import Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
@@ -176,6 +176,34 @@ def test_the_cheapest_allocation_is_taken() -> None:
     assert PATIENCE == 2
     assert best_of([row(0, 0.04, None), row(3, 0.03, None)]).kept == 3
     assert best_of([row(0, 0.04, 0.0), row(3, 0.03, 0.001)]).kept == 3  # nothing is lost: the KL divergence decides
+
+
+def test_windows_are_shared_twice_from_the_best_so_far(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In large steps, then in small ones; each pass is measured, and the cheapest allocation is taken."""
+    passes: list[Any] = []
+    answers = [[4.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.4]]
+
+    def shares_of(spending: Any, kept: Any, windows: Any, shares: Any, kl: float, text_kls: Any) -> list[float]:
+        passes.append((len(kept), windows, shares, kl))
+        return answers[len(passes) - 1]
+
+    tried = itertools.count(1)  # each better than the one before
+    monkeypatch.setattr(_Measure, "__call__", lambda self, kept, windows: (1 / next(tried), None))
+    monkeypatch.setattr(allocation, "window_shares", shares_of)
+    found = tiny_selection(far, tmp_path / "s.json", BUDGET)
+    rows = [Allocation.from_json(row) for row in found.scores["allocations"]]
+    before = best_of(rows[:-2]), best_of(rows[:-1])  # of each pass
+    shares = (1.0, 0.25, 0.5, 2.0, 4.0), (1.0, 0.7, 1.4)
+    assert passes == [(row.kept, row.windows, some, row.kl) for row, some in zip(before, shares, strict=True)]
+    spending = tiny_task(far, BUDGET).spending
+    assert spending is not None
+    for row, base, answer in zip(rows[-2:], before, answers, strict=True):
+        ratios = [share * window / min(base.windows) for share, window in zip(answer, base.windows, strict=True)]
+        assert row.kept == base.kept
+        assert row.windows == spending.windows(found.order[: base.kept], ratios) != base.windows
+    assert (len(found.kept), found.planned_windows) == (rows[-1].kept, rows[-1].windows)
 
 
 class Killed(BaseException):
