@@ -86,7 +86,9 @@ class ConvertOptions(Options):
         bool,
         Option(
             "--pure",
-            help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, the least memory.",
+            help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, a cache of one size at "
+            "any length. After training it finds 1% of the needles in 2,048 tokens; untrained windows of the same bytes "
+            "are better.",
         ),
         ASIDE,
     ] = False
