@@ -45,7 +45,8 @@ def set_keys() -> str:
 
 
 class ConvertOptions(Options):
-    """The options of one conversion.
+    """The options of one conversion. Layers, mixer and bits have defaults that depend on the others
+    (`_dependent_defaults`); those at the fields are of `--pure` and the profile for export.
 
     What depends on the teacher is checked where it is known: layer indices by `chosen_layers`.
 
@@ -87,8 +88,8 @@ class ConvertOptions(Options):
         Option(
             "--pure",
             help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, a cache of one size at "
-            "any length. After training it finds 1% of the needles in 2,048 tokens; untrained windows of the same bytes "
-            "are better.",
+            "any length. After training it finds 1% of the needles in 2,048 tokens; windows of these bytes are better, "
+            "untrained.",
         ),
         ASIDE,
     ] = False
@@ -174,6 +175,16 @@ class ConvertOptions(Options):
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print the plan or the result as JSON."), ASIDE] = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dependent_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Windows but for what `auto` chooses, and 4 bits, where the layers can have them."""
+        if values.get("pure") or values.get("profile") == "qwen3_5":  # whose layer has no window
+            return values
+        keeps_all_tokens = issubclass(MIXERS.get(values.get("mixer", ""), object), AttentionKind)
+        chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": AUTO, "cache_bits": 4}
+        return {**chosen, "mixer": DEFAULT_MIXER, **values}
+
     @model_validator(mode="after")
     def _consistent(self) -> ConvertOptions:
         """Raises UserError for a mixer that does not exist, and for options that would change nothing."""
@@ -198,16 +209,6 @@ class ConvertOptions(Options):
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
         self.table(1, ())
         return self
-
-    @classmethod
-    def of_command_line(cls, values: dict[str, Any]) -> ConvertOptions:
-        """The options of `deltanet-hf convert`: by default windows but for what `auto` chooses, and 4 bits."""
-        given = cls.given(values)
-        if not given.get("pure") and given.get("profile") != "qwen3_5":  # whose layer has no window
-            keeps_all_tokens = issubclass(MIXERS.get(given.get("mixer", ""), object), AttentionKind)
-            chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": AUTO, "cache_bits": 4}
-            given = {**chosen, "mixer": DEFAULT_MIXER, **given}
-        return cls(**given)
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:
         """The layer table of the converted model.

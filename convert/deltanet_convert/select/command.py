@@ -38,7 +38,7 @@ def select_command(
     out = output_path(options.out)
     console = Console()
     # What `convert` makes; other runtimes have caches of 16 bits.
-    made = ConvertOptions.of_command_line({"mixer": options.mixer} | ({"cache_bits": 16} if options.exportable else {}))
+    made = ConvertOptions(mixer=options.mixer, **({"cache_bits": 16} if options.exportable else {}))
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
