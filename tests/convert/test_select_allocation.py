@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.layers_option import file_selection
@@ -32,6 +33,8 @@ from deltanet_convert.select.units import Candidates
 from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.restrict import restrict_heads
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
 from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, tiny_selection, tiny_task
@@ -303,7 +306,9 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bits", [16, 4])
+@torch.no_grad()
 def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) -> None:
+    """As complete models in these bits are, on every 8th token."""
     task = tiny_task(far, BUDGET)
     loaded = task.teacher.load_weights(torch.device("cpu"))
     shares: list[float] = []
@@ -315,3 +320,8 @@ def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) ->
     assert found == [pytest.approx(measure(kept, other)[0], rel=1e-6) for other in others]
     assert len(set(found)) > 1
     assert shares[-1] == 1.0
+    restricted = restrict_heads(sharing_copy(loaded), {FAR_LAYER: [1 - FAR_HEAD]}, windows, 4)
+    models = loaded, set_cache_bits(restricted, bits)
+    want, got = (model(measure.text.ids).logits[:, ::8].flatten(0, 1).log_softmax(-1) for model in models)
+    kl = F.kl_div(got, want, log_target=True, reduction="batchmean")
+    assert measure(kept, windows)[0] == pytest.approx(float(kl), rel=1e-3)
