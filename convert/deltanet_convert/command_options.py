@@ -39,6 +39,7 @@ class Options(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise UserError(_message(type(self), error)) from None
+        self.model_fields_set.intersection_update(values)  # without what defaults have filled in
 
     @classmethod
     def given(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """A converted layer compared with the teacher's attention, on the teacher's inputs of held-out text."""
+    """A layer's new attention compared with the teacher's, on the teacher's inputs of held-out text."""
 
     cosine: float  # cosine of the outputs, mean over tokens
     relative_mse: float  # squared error of the output divided by the squared norm of the teacher's output

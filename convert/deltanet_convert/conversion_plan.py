@@ -26,7 +26,7 @@ from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, output_specs
 from .weight_origins import count_origins
 
-CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
+CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)  # of the cache table, as far as the teacher has positions
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
 
 
@@ -140,7 +140,7 @@ def make_plan(
     student = meta_model(student_class, config, dtype)  # refuses layers that have no packed form
     specs = output_specs(student, dtype, tuple(f".{name}" for name in FLOAT32_NAMES))
     layout = plan_layout(specs, shard_size)
-    use_cache_bits(student, 16)  # layers are fitted and compared with the teacher in 16 bits
+    use_cache_bits(student, 16)  # layers are fitted in 16 bits
     layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
     row = sequence_length(table, teacher.config)
     normed = getattr(config, INSERTED_QK_NORMS, ())
@@ -151,6 +151,7 @@ def make_plan(
     ]
     memory = conversion_memory(teacher, attentions, row, calibration_tokens)
     at_once = memory.layers_at_once(threads)
+    positions = int(config.max_position_embeddings)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
@@ -167,7 +168,7 @@ def make_plan(
                 "teacher": sum(layer.kv_bytes(context) for layer in layers),
                 "converted": sum(layer.cache_bytes(context) for layer in layers),
             }
-            for context in CONTEXTS
+            for context in sorted({min(context, positions) for context in CONTEXTS})
         ],
         config=config,
         student=student,

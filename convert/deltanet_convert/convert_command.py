@@ -38,7 +38,7 @@ def convert_command(
     **values: Any,
 ) -> None:
     """Converts a softmax model."""
-    options = ConvertOptions.of_command_line(values)
+    options = ConvertOptions(**ConvertOptions.given(values))
     console = Console(stderr=options.as_json)
     out = output_path(out)
     with sole_conversion(out):

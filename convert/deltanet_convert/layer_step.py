@@ -14,6 +14,7 @@ from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.parts import Part
+from deltanet_hf.models.cache_bits import use_bits_in
 from deltanet_hf.models.far_positions import FarRotary, make_far
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, LayerTable
 from deltanet_hf.process_memory import give_back_freed_memory
@@ -106,33 +107,33 @@ class LayerStep:
     def finish(self, work: LayerWork, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
         """Checks the layer and advances `activations` by it; returns the layer to be stored, and its figures.
 
-        Layers that keep softmax attention have figures only if q/k norms are inserted.
+        The student's outputs are those of the stored layer, with the rounding of its weights and of its cache. Layers
+        that keep softmax attention have figures only if q/k norms are inserted.
         """
-        layer = work.layer
+        layer, new, kwargs, changes = work.layer, work.new, work.kwargs, work.changes
         activations.calibration = work.calibration
-        inputs, wanted = _advance(layer, activations.held_out, work.kwargs, keep=work.changes)
-        figures = self._check(work, inputs, wanted) if work.changes else {}
-        layer.self_attn = work.new
-        self._place_positions(work.new)
+        inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=changes)
+        figures = self._check(work, inputs) if changes else {}
+        layer.self_attn = new
+        self._place_positions(new)
         if work.key_order is not None:
-            set_key_order(work.new, work.key_order)
+            set_key_order(new, work.key_order)
         _round(layer, self.dtype)
-        _advance(layer, activations.student, self._of_student(work.kwargs))
+        use_bits_in(new, LayerTable.of(self.student.config).cache_bits)
+        if changes:
+            figures |= dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, self._of_student(kwargs))))
+        _advance(layer, activations.student, self._of_student(kwargs))
         return layer.to("cpu"), figures
 
-    def _check(self, work: LayerWork, inputs: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """Rounds the new attention and compares it with the teacher's inputs and outputs on held-out text."""
+    def _check(self, work: LayerWork, inputs: Tensor) -> dict[str, Any]:
+        """The figures of the fit, and what compares the new attention's scores or weights with the teacher's."""
         attention, new, kwargs = work.layer.self_attn, work.new, work.kwargs
         if not work.converted:
             _round(new, self.dtype)
-            compared = compare_attention(attention, new, inputs, kwargs)
-            checked = NormFigures(*compared, *compare_outputs(new, inputs, wanted, kwargs))
-            return dataclasses.asdict(checked) | work.figures
-        figures = dict(work.figures)
+            return dataclasses.asdict(NormFigures(*compare_attention(attention, new, inputs, kwargs))) | work.figures
         if new.rearranges_weights:
-            figures["softmax_error"] = softmax_error(attention, new, inputs[:1], kwargs)
-        _round(new, self.dtype)
-        return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, self._of_student(kwargs))))
+            return work.figures | {"softmax_error": softmax_error(attention, new, inputs[:1], kwargs)}
+        return work.figures
 
     def _start(self, work: LayerWork, inputs: Tensor) -> dict[str, Any]:
         """Runs the start rule of the new attention on the inputs [n, T, hidden]; returns its figures."""

@@ -47,7 +47,8 @@ def set_keys() -> str:
 
 
 class ConvertOptions(Options):
-    """The options of one conversion.
+    """The options of one conversion. Layers, mixer and bits have defaults that depend on the others
+    (`_dependent_defaults`); those at the fields are of `--pure` and the profile for export.
 
     What depends on the teacher is checked where it is known: layer indices by `chosen_layers`.
 
@@ -88,7 +89,9 @@ class ConvertOptions(Options):
         bool,
         Option(
             "--pure",
-            help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, the least memory.",
+            help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, a cache of one size at "
+            "any length. After training it finds 1% of the needles in 2,048 tokens; windows of these bytes are better, "
+            "untrained.",
         ),
         ASIDE,
     ] = False
@@ -191,6 +194,16 @@ class ConvertOptions(Options):
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print the plan or the result as JSON."), ASIDE] = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dependent_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Windows but for what `auto` chooses, and 4 bits, where the layers can have them."""
+        if values.get("pure") or values.get("profile") == "qwen3_5":  # whose layer has no window
+            return values
+        keeps_all_tokens = issubclass(MIXERS.get(values.get("mixer", ""), object), AttentionKind)
+        chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": AUTO, "cache_bits": 4}
+        return {**chosen, "mixer": DEFAULT_MIXER, **values}
+
     @model_validator(mode="after")
     def _consistent(self) -> ConvertOptions:
         """Raises UserError for a mixer that does not exist, and for options that would change nothing."""
@@ -217,19 +230,6 @@ class ConvertOptions(Options):
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
         self.table(1, ())
         return self
-
-    @classmethod
-    def of_command_line(cls, values: dict[str, Any]) -> ConvertOptions:
-        """The options of `deltanet-hf convert`: by default windows but for what `auto` chooses, and 4 bits."""
-        given = cls.given(values)
-        if not given.get("pure") and given.get("profile") != "qwen3_5":  # whose layer has no window
-            keeps_all_tokens = issubclass(MIXERS.get(given.get("mixer", ""), object), AttentionKind)
-            chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": AUTO, "cache_bits": 4}
-            made = cls(**{**chosen, "mixer": DEFAULT_MIXER, **given})
-            if "cache_bits" not in given:
-                made.model_fields_set.discard("cache_bits")
-            return made
-        return cls(**given)
 
     def for_heads_of(self, channels: int) -> ConvertOptions:
         """The options for a teacher with such heads: where they have no form in 4 bits, the default is 16."""

@@ -60,13 +60,18 @@ def use_cache_bits(model: Any, bits: int) -> None:
                     f"cache bits: got heads of {part.head_dim} channels, of which {bits} bits need a multiple of "
                     f"{GROUP} or an even number below; use 16"
                 )
-        for branch in branches_of(attention).values():
-            if isinstance(branch, LayerKind):
-                branch.use_cache_bits(bits)
-            else:
-                pack_softmax(branch, bits)
+        use_bits_in(attention, bits)
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
+
+
+def use_bits_in(attention: Any, bits: int) -> None:
+    """`use_cache_bits` for the attention of one layer."""
+    for branch in branches_of(attention).values():
+        if isinstance(branch, LayerKind):
+            branch.use_cache_bits(bits)
+        else:
+            pack_softmax(branch, bits)
 
 
 def add_key_order(model: PreTrainedModel) -> None:

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "deltanet_hf":
         raise
     raise ImportError(
-        "This is a Gated DeltaNet model: run `pip install deltanet-hf=={version}`, then load it again."
+        "This model needs the package deltanet-hf: run `pip install deltanet-hf=={version}`, then load it again."
     ) from error
 '''
 

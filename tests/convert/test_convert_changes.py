@@ -21,7 +21,7 @@ from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_recipes.cli import main
 from support.refusals import assert_refused
-from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
+from support.tiny_conversion import PLAIN, TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 
 QWEN3_5 = GatedDeltaNet.default_settings("qwen3_5")
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -131,7 +131,8 @@ WRONG_CHANGES: list[tuple[tuple[str, ...], str]] = [
 
 def test_a_wrong_change_is_one_clear_error() -> None:
     rows = [
-        ({"changes": changes}, UserError, rf"^--set[^\n]*{re.escape(words)}[^\n]*$") for changes, words in WRONG_CHANGES
+        ({**PLAIN, "changes": changes}, UserError, rf"^--set[^\n]*{re.escape(words)}[^\n]*$")
+        for changes, words in WRONG_CHANGES
     ]
     assert_refused(ConvertOptions, rows)
 
@@ -157,7 +158,7 @@ def test_options_that_do_not_fit_together_are_refused() -> None:
 
 def test_the_settings_depend_on_whether_the_model_will_be_trained() -> None:
     """SiLU on q and k is the better start and, after training, the worse end."""
-    found = [ConvertOptions(training=t).table(1, ()).only_kind.settings.qk_activation for t in (True, False)]
+    found = [ConvertOptions(**PLAIN, training=t).table(1, ()).only_kind.settings.qk_activation for t in (True, False)]
     assert found == ["none", "silu"]
 
 

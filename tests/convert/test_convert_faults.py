@@ -23,6 +23,7 @@ from deltanet_convert.storage.safetensors_folder import SINGLE_FILE
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.loading import load_model
 from support.tiny_conversion import (
+    PLAIN,
     TOKENS,
     quick_start,
     teacher_folder,
@@ -170,7 +171,7 @@ def test_a_damaged_tokenizer_is_refused_before_any_work(
 )
 def test_a_target_that_cannot_be_made_is_refused(teacher: Path, tmp_path: Path, out: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    options = ConvertOptions(text=tmp_path / "text.txt", calibration_tokens=TOKENS)
+    options = ConvertOptions(**PLAIN, text=tmp_path / "text.txt", calibration_tokens=TOKENS)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match="choose another output") as caught, sole_conversion(tmp_path / out):
         convert(prepare(str(teacher), tmp_path / out, options), tmp_path / out, lambda *args: None)

@@ -220,7 +220,7 @@ def test_what_mixed_heads_drop_is_counted(tmp_path: Path) -> None:
     job = tiny_job(teacher, tmp_path / "a", layers=selection(tmp_path), changes=("qkv_bias=false",))
     assert job.plan.layers[0].dropped == 2 * 8 + 8 + 8  # of one key/value head and its two query heads
     assert job.plan.layers[2].dropped == 2 * (2 * 8 + 8 + 8)
-    qwen3 = teacher_folder(tmp_path / "qwen3", "qwen3")
+    qwen3 = teacher_folder(tmp_path / "qwen3", "qwen3", max_position_embeddings=4096)
     job = tiny_job(qwen3, tmp_path / "b", layers=selection(tmp_path, "qwen3"), changes=("qk_norm=false",))
     assert job.plan.layers[0].dropped == 0
     assert job.plan.layers[2].dropped == 2 * 16

@@ -23,6 +23,7 @@ from deltanet_hf.evaluation.speed.random_models import SHAPES
 from deltanet_hf.models.factory import model_class
 from measuring.benchmarks.random_teacher import write_teacher
 from support.allocated import peak_bytes
+from support.tiny_conversion import PLAIN
 
 WORKSPACE = 13_000_000  # of the operators, which work on blocks of one size
 QUARTER = 0.25
@@ -65,7 +66,7 @@ def test_a_layer_takes_what_is_estimated(tmp_path: Path, monkeypatch: pytest.Mon
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=1000, head_dim=64)
     write_teacher(tmp_path / "teacher", config)
-    options = ConvertOptions(calibration_tokens=4096, device="cpu", mixer=mixer)
+    options = ConvertOptions(**{**PLAIN, "calibration_tokens": 4096, "device": "cpu", "mixer": mixer})
     job = prepare(str(tmp_path / "teacher"), tmp_path / "out", options)
     stream = LayerStream(job.teacher)
     stream.learn_arguments(row)

@@ -211,10 +211,10 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
     from deltanet_convert.views.report_view import print_report
 
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
-    report = tiny_conversion(teacher, tmp_path / "out", mixer="window", changes=("window=5",))
-    before, after = load_file(teacher / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    report = tiny_conversion(teacher, tmp_path / "out", mixer="window", changes=("window=5",), cache_bits=8)
+    given, stored = load_file(teacher / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert given.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in given.items())
     for layer in report["plan"]["layers"]:
         assert layer["created"] == layer["expanded"] == layer["dropped"] == 0
     card = (tmp_path / "out" / "README.md").read_text()
@@ -222,8 +222,14 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
     assert "All weights are the teacher's; nothing was fitted or trained." in card
     for words in ("Distil the model before use", "fitted to the teacher", "gated-deltanet", "linear-attention"):
         assert words not in card
+    check = report["held_out"]
+    before, after, kl = (f"{check['teacher_perplexity']:.2f}", f"{check['perplexity']:.2f}", f"{check['kl']:.3f}")
+    assert f"| perplexity | {before} | {after} |\n| KL to the teacher, nats per token | 0 | {kl} |" in card
+    assert "keeps keys and values in 8 bits, as in the measurements above" in card
     print_report(report, Console(width=160))
-    assert "copied weights" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"perplexity {before} -> {after}, KL to the teacher {kl} nats" in printed
+    assert "copied weights" not in printed
 
 
 def test_a_kind_that_stays_quadratic_begins_as_the_teacher(tmp_path: Path) -> None:

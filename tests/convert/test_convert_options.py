@@ -103,10 +103,29 @@ def test_refused_sizes(text: str) -> None:
         ({"shard_size": 0}, "--shard-size"),
         ({"seed": -1}, "--seed"),
         ({"mixer": "alibi", "changes": ("window=3",)}, "--set window=3: layers of this --mixer have no settings"),
-        ({"changes": (f"conv_size={'9' * 5000}",)}, "--set conv_size: got a number of 5000 digits"),
+        (
+            {"mixer": "gated_deltanet", "changes": (f"conv_size={'9' * 5000}",)},
+            "--set conv_size: got a number of 5000 digits",
+        ),
         ({"mixer": "ttt", "changes": ("mini_batch=10000000000",)}, "--set mini_batch: got a number of 11 digits"),
     ],
 )
 def test_refused_values_name_the_option(changes: dict, option: str) -> None:
     with pytest.raises(UserError, match=option):
         ConvertOptions(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, ("auto", "window", 4)),
+        ({"mixer": "gated_deltanet"}, ("auto", "gated_deltanet", 4)),
+        ({"layers": "every:2", "cache_bits": 16}, ("every:2", "window", 16)),
+        ({"mixer": "fox"}, ("all", "fox", 16)),
+        ({"pure": True}, ("all", "gated_deltanet", 16)),
+        ({"profile": "qwen3_5"}, ("all", "gated_deltanet", 16)),
+    ],
+)
+def test_defaults_are_those_of_the_command(given: dict, wanted: tuple[str, str, int]) -> None:
+    options = ConvertOptions(**given)
+    assert (options.layers, options.mixer, options.cache_bits) == wanted

@@ -32,9 +32,10 @@ def planned(
     layers: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     cache_bits: int = 16,
+    positions: int = 200_000,
     **changes: Any,
 ) -> Plan:
-    tiny_teacher(family).save_pretrained(folder)
+    tiny_teacher(family, max_position_embeddings=positions).save_pretrained(folder)
     softmax = [index for index in range(LAYERS) if index not in layers]
     table = LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
     table = dataclasses.replace(table, cache_bits=cache_bits)
@@ -161,10 +162,14 @@ def test_packed_cache_bytes_are_those_of_the_model(
     assert f"keys and values in {bits} bits" in console.export_text()
 
 
-def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "llama", "faithful", HYBRID)
+@pytest.mark.parametrize(
+    ("positions", "contexts"), [(128, (128,)), (8192, (1024, 4096, 8192)), (131072, CONTEXTS), (200_000, CONTEXTS)]
+)
+def test_hybrid_cache_adds_both_kinds(tmp_path: Path, positions: int, contexts: tuple[int, ...]) -> None:
+    """At lengths up to the teacher's positions."""
+    plan = planned(tmp_path, "llama", "faithful", HYBRID, positions=positions)
     state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
-    for row, context in zip(plan.cache_bytes, CONTEXTS, strict=True):
+    for row, context in zip(plan.cache_bytes, contexts, strict=True):
         assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
 
 

@@ -20,8 +20,9 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels.packed_cache.layout import GROUP, key_bits
 from support.blank_layers import layer_inputs
-from support.tiny_conversion import teacher_folder, tiny_conversion
-from support.tiny_models import ONE_NORM, tiny_mixture, tiny_student, tiny_table, tiny_teacher
+from support.tiny_conversion import teacher_folder, tiny_conversion, tiny_job
+from support.tiny_models import ONE_NORM, mixed_table, tiny_mixture, tiny_student, tiny_table, tiny_teacher
+from tests.convert.test_convert_families import held_out_check, texts_of
 from tests.convert.test_convert_heads import selection
 
 IDS = torch.randint(4, 60, (1, 100), generator=torch.Generator().manual_seed(0))
@@ -74,11 +75,12 @@ def test_weights_are_of_the_queries_and_of_the_ranges_of_keys(family: str, monke
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ONE_NORM])
 @torch.no_grad()
 def test_converted_models_have_an_order_for_each_head(tmp_path: Path, family: str) -> None:
+    """With which, and in whose bits, the conversion measures them."""
     teacher = teacher_folder(tmp_path / "teacher", family)
-    report = tiny_conversion(
-        teacher, tmp_path / "out", mixer="window", changes=("window=40",), cache_bits=4,
-        layers=selection(tmp_path, family),
-    )  # fmt: skip
+    options: dict[str, Any] = {"mixer": "window", "changes": ("window=40",), "cache_bits": 4}
+    options["layers"] = selection(tmp_path, family)
+    job = tiny_job(teacher, tmp_path / "out", **options)
+    report = tiny_conversion(teacher, tmp_path / "out", **options)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert LayerTable.of(model.config).key_order
@@ -91,17 +93,23 @@ def test_converted_models_have_an_order_for_each_head(tmp_path: Path, family: st
         assert order.shape == (heads, 2, part.head_dim)
         assert torch.equal(order[:, 0].sort(1).values, torch.arange(part.head_dim).expand(heads, -1))
         assert torch.equal(order[:, 1], order[:, 0].argsort(1))
+    assert report["held_out"] == held_out_check(teacher, model, texts_of(job).held_out)
     logits = model(IDS).logits
     assert not torch.equal(logits, set_cache_bits(model, 8)(IDS).logits)
 
 
 @torch.no_grad()
 def test_whole_layers_can_have_an_order_alone(tmp_path: Path) -> None:
-    """With weights as they were; other bits would change nothing."""
+    """That of its keys on the calibration text, with weights as they were; other bits would change nothing."""
     teacher = teacher_folder(tmp_path / "teacher", "llama")
-    tiny_conversion(teacher, tmp_path / "out", mixer="window", cache_bits=4, layers="every:1")
+    options: dict[str, Any] = {"mixer": "window", "cache_bits": 4, "layers": "every:1"}
+    ids = texts_of(tiny_job(teacher, tmp_path / "out", **options)).calibration
+    tiny_conversion(teacher, tmp_path / "out", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    even = set_cache_bits(AutoModelForCausalLM.from_pretrained(teacher), 4)
+    even = AutoModelForCausalLM.from_pretrained(teacher)
+    for index, layer in enumerate(model.model.layers):
+        assert torch.equal(layer.self_attn.key_order, measured_key_order(*layer_inputs(even, index, ids=ids)))
+    set_cache_bits(even, 4)
     assert model.state_dict().keys() - even.state_dict().keys() == {
         f"model.layers.{layer}.self_attn.key_order" for layer in range(4)
     }
@@ -112,11 +120,16 @@ def test_whole_layers_can_have_an_order_alone(tmp_path: Path) -> None:
 
 
 def test_heads_of_a_layer_keep_their_orders() -> None:
-    """Cut up by heads, and repeated where a window has more key/value heads than the teacher."""
+    """Taken by heads, and repeated where a window has more key/value heads than the teacher."""
     order = order_by(torch.rand(2, 16, generator=torch.Generator().manual_seed(0)))
-    mixed = tiny_student("llama", mixer="window", window=9).model.layers[0].self_attn
-    set_key_order(mixed, order)
-    assert torch.equal(mixed.key_order, order)
+    window = tiny_student("llama", mixer="window", window=9).model.layers[0].self_attn
+    set_key_order(window, order)
+    assert torch.equal(window.key_order, order)
+    for kinds in (("window", "softmax"), ("softmax", "window")):
+        mixed: Any = tiny_mixture("llama", mixed_table(*kinds)).model.layers[0].self_attn
+        set_key_order(mixed, order)
+        for head, kind in enumerate(kinds):
+            assert torch.equal(getattr(mixed, kind).key_order, order[head : head + 1])
     wide: Any = tiny_student("llama", window=9, expand_kv=True).model.layers[0].self_attn
     set_key_order(wide, order)
     heads = wide.window_branch.kv_heads

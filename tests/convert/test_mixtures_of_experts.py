@@ -19,6 +19,7 @@ from deltanet_hf.errors import UserError
 from support.allocated import peak_bytes
 from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import tiny_teacher
+from tests.convert.test_convert_families import held_out_check, texts_of
 
 MIXTURES = ["qwen3_moe", "olmoe", "mixtral", "granitemoe", "gpt_oss"]
 
@@ -76,13 +77,14 @@ def test_experts_are_not_held_in_memory(tmp_path: Path) -> None:
 def test_the_student_is_measured_with_rounded_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
     folder = teacher_folder(tmp_path / "teacher", "mixtral")
+    texts = texts_of(tiny_job(folder, tmp_path / "out", layers="every:2"))
     report = tiny_conversion(folder, tmp_path / "out", dtype="bfloat16", layers="every:2")
     ids = torch.arange(3, 90)[None]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for name, tensor in tiny_teacher("mixtral").state_dict().items():
         if ".experts." in name:
             assert torch.equal(model.state_dict()[name], tensor.bfloat16().float())
-    assert report["held_out"]["kl"] > 0
+    assert report["held_out"] == held_out_check(folder, model, texts.held_out)
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert torch.equal(again(ids).logits, model(ids).logits)

@@ -204,7 +204,8 @@ def test_a_machine_without_the_package(hub: LocalHub, converted: Path, tmp_path:
     run = loaded_elsewhere(hub, tmp_path / "other", NOT_INSTALLED)
     assert run.returncode == 1
     last = run.stderr.strip().splitlines()[-1]
-    assert f"run `pip install deltanet-hf=={deltanet_hf.__version__}`, then load it again" in last
+    wanted = f"This model needs the package deltanet-hf: run `pip install deltanet-hf=={deltanet_hf.__version__}`"
+    assert f"{wanted}, then load it again." in last
 
 
 def shim(converted: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.layers_option import file_selection
-from deltanet_convert.select import for_convert, objectives, probes, read_selection, run
+from deltanet_convert.select import allocation, for_convert, objectives, probes, read_selection, run
 from deltanet_convert.select.allocation import PATIENCE, Allocation, _Measure, best_of, is_done, sharing_copy
 from deltanet_convert.select.budget import Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
@@ -32,6 +33,8 @@ from deltanet_convert.select.units import Candidates
 from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.restrict import restrict_heads
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
 from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, tiny_selection, tiny_task
@@ -178,6 +181,34 @@ def test_the_cheapest_allocation_is_taken() -> None:
     assert best_of([row(0, 0.04, 0.0), row(3, 0.03, 0.001)]).kept == 3  # nothing is lost: the KL divergence decides
 
 
+def test_windows_are_shared_twice_from_the_best_so_far(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In large steps, then in small ones; each pass is measured, and the cheapest allocation is taken."""
+    passes: list[Any] = []
+    answers = [[4.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.4]]
+
+    def shares_of(spending: Any, kept: Any, windows: Any, shares: Any, kl: float, text_kls: Any) -> list[float]:
+        passes.append((len(kept), windows, shares, kl))
+        return answers[len(passes) - 1]
+
+    loss = lambda self, kept, windows: ((1 + abs(len(kept) - 5)) / len(set(windows)), None)  # noqa: E731
+    monkeypatch.setattr(_Measure, "__call__", loss)
+    monkeypatch.setattr(allocation, "window_shares", shares_of)
+    found = tiny_selection(far, tmp_path / "s.json", BUDGET)
+    rows = [Allocation.from_json(row) for row in found.scores["allocations"]]
+    before = best_of(rows[:-2]), best_of(rows[:-1])  # of each pass
+    shares = (1.0, 0.25, 0.5, 2.0, 4.0), (1.0, 0.7, 1.4)
+    assert passes == [(row.kept, row.windows, some, row.kl) for row, some in zip(before, shares, strict=True)]
+    spending = tiny_task(far, BUDGET).spending
+    assert spending is not None
+    for row, base, answer in zip(rows[-2:], before, answers, strict=True):
+        ratios = [share * window / min(base.windows) for share, window in zip(answer, base.windows, strict=True)]
+        assert row.kept == base.kept
+        assert row.windows == spending.windows(found.order[: base.kept], ratios) != base.windows
+    assert (len(found.kept), found.planned_windows) == (rows[-1].kept, rows[-1].windows)
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
@@ -275,7 +306,9 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bits", [16, 4])
+@torch.no_grad()
 def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) -> None:
+    """As complete models in these bits are, on every 8th token."""
     task = tiny_task(far, BUDGET)
     loaded = task.teacher.load_weights(torch.device("cpu"))
     shares: list[float] = []
@@ -287,3 +320,8 @@ def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) ->
     assert found == [pytest.approx(measure(kept, other)[0], rel=1e-6) for other in others]
     assert len(set(found)) > 1
     assert shares[-1] == 1.0
+    restricted = restrict_heads(sharing_copy(loaded), {FAR_LAYER: [1 - FAR_HEAD]}, windows, 4)
+    models = loaded, set_cache_bits(restricted, bits)
+    want, got = (model(measure.text.ids).logits[:, ::8].flatten(0, 1).log_softmax(-1) for model in models)
+    kl = F.kl_div(got, want, log_target=True, reduction="batchmean")
+    assert measure(kept, windows)[0] == pytest.approx(float(kl), rel=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from deltanet_convert.select import Selection
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 from measuring.eviction import __main__ as eviction
 from measuring.eviction import gates
@@ -23,7 +26,8 @@ from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, sha
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
-from support.tiny_models import tiny_teacher
+from support.tiny_models import tiny_mixture, tiny_table, tiny_teacher
+from tests.evaluation.conftest import VOCABULARY
 
 TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("wiki_long", 200, 3), "4k": ("novels", 200, 3)}
 
@@ -75,8 +79,9 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
         assert {key, f"{key}_se"} <= hybrid.keys() & hybrid["free"].keys() & hybrid["free_window"].keys()
     assert hybrid["cells"]["needles_1k"].keys() >= {"exact", "first", "nats", "control", "generated", "generated_se"}
     assert "replaced_8" in hybrid["cells"]
-    policy = WindowPolicy((1, 3), hybrid["free"]["window"])
-    assert hybrid["free"]["kl_1k"] == pytest.approx(divergence(teacher_folder, arrays, policy), rel=1e-3)
+    original = load_for_measure(str(teacher_folder), torch.device("cpu"))
+    windows = WindowPolicy((1, 3), hybrid["free"]["window"]).apply(original)
+    assert hybrid["free"]["kl_1k"] == pytest.approx(divergence(original, arrays, windows), rel=1e-3)
     assert hybrid["free"]["kept"] == [1, 3]
     assert hybrid["free_window"]["kept"] == []
     assert hybrid["free"]["window"] < hybrid["free_window"]["window"] or hybrid["free_window"]["window"] is None
@@ -102,11 +107,13 @@ def plan_of(kept: tuple[tuple[int, int], ...], windows: tuple[int, ...]) -> Sele
 def test_a_plan_is_measured_beside_windows_of_its_budget(
     small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """In its bits, as the teacher is in those that are asked for."""
+    monkeypatch.setattr(front, "LENGTHS", {"mb_2k": 50, "mb_8k": 130, "mb_32k": 300})
     monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
     kept = ((0, 1), (2, 0), (2, 1))
     (tmp_path / "plan.json").write_text(json.dumps(plan_of(kept, (33, 33, 65, 33)).to_json()))
     out = tmp_path / "rows.json"
-    front.main(arrays, out, str(teacher_folder), plan=[tmp_path / "plan.json"], limit=2)
+    front.main(arrays, out, str(teacher_folder), teacher_bits=[16, 8], plan=[tmp_path / "plan.json"])
     rows = {row["run"]: row for row in json.loads(out.read_text())}
     planned, windows = rows["plan-1MB@2k"], rows["windows-1MB@2k"]
     assert (planned["kept_heads"], planned["bits"]) == ([list(head) for head in kept], 4)
@@ -115,15 +122,59 @@ def test_a_plan_is_measured_beside_windows_of_its_budget(
     assert "kept_heads" not in windows
     assert planned["kl_4k"] != windows["kl_4k"]
     assert planned["command"].endswith("--plan plan.json")
+    teacher = load_for_measure(str(teacher_folder), torch.device("cpu"))
+    whole = WindowPolicy((), None)
+    for row, policy, bits in (
+        (planned, WindowPolicy((), 65, heads=kept, windows=(33, 33, 65, 33)), 4),
+        (windows, WindowPolicy((), 129), 4),
+        (rows["teacher@8"], whole, 8),
+        (rows["teacher@16"], whole, 16),
+    ):
+        model = set_cache_bits(policy.apply(teacher), bits)
+        assert row["kl_1k"] == pytest.approx(divergence(teacher, arrays, model), rel=1e-3, abs=1e-5)
+        for column, tokens in front.LENGTHS.items():
+            assert row[column] == round(sequence_bytes(model, tokens) / 1e6, 3)
+
+
+def test_models_and_policies_of_the_front_have_the_bits_that_are_asked_for(
+    small: None, arrays: Path, teacher_folder: Path, student_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(front, "LENGTHS", {"mb_2k": 130})
+    monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
+    monkeypatch.setattr(
+        front, "run_facts", lambda folder: {"tokens": 512, "seed": 3} if folder.name == "trained" else {}
+    )
+    table = tiny_table(layers=(0,), mixer="window", window=9)
+    local = tiny_mixture("llama", table, vocab_size=VOCABULARY, max_position_embeddings=2048)
+    for name in ("local", "trained"):
+        local.save_pretrained(tmp_path / name)
+    shutil.copytree(student_folder, tmp_path / "hybrid" / "trained")
+    folders = {"local": "local", "control": "trained", "student": "hybrid/trained"}
+    models = [f"{name}={tmp_path / folder}" for name, folder in folders.items()]
+    out, budget = tmp_path / "rows.json", 16_000
+    front.main(arrays, out, str(teacher_folder), policy=[f"1@4@{budget}@130"], model=models, bits=[4])
+    rows = {row["run"]: row for row in json.loads(out.read_text())}
+    teacher = load_for_measure(str(teacher_folder), torch.device("cpu"))
+    kinds = {"local@4": ("free", 0), "control@4": ("control", 512), "student@4": ("student", 512)}
+    assert {run: (rows[run]["kind"], rows[run]["tokens"]) for run in kinds} == kinds
+    for name, folder in folders.items():
+        model = set_cache_bits(load_for_measure(str(tmp_path / folder), torch.device("cpu")), 4)
+        assert rows[f"{name}@4"]["kl_1k"] == pytest.approx(divergence(teacher, arrays, model), rel=1e-3)
+        assert rows[f"{name}@4"]["mb_2k"] == round(sequence_bytes(model, 130) / 1e6, 3)
+    window = rows[f"free-1@4@{budget}@130"]["window"]
+    sizes = [
+        sequence_bytes(set_cache_bits(WindowPolicy((1,), tokens).apply(teacher), 4), 130)
+        for tokens in (window, window + 1)
+    ]
+    assert sizes[0] <= budget < sizes[1]
 
 
 @torch.no_grad()
-def divergence(teacher_folder: Path, arrays: Path, policy: WindowPolicy) -> float:
-    """KL of a free policy from the teacher, in nats per token, on three windows of 64 tokens."""
-    teacher = load_for_measure(str(teacher_folder), torch.device("cpu"))
+def divergence(teacher: Any, arrays: Path, model: Any) -> float:
+    """KL of a model from the teacher, in nats per token, on three windows of 64 tokens."""
     windows = np.load(arrays / "heldwiki.npy")[: 31 * 64].reshape(31, 64)
     ids = torch.from_numpy(windows[[0, 15, 30]].astype(np.int64))
-    wanted, found = (model(ids).logits[:, :-1].log_softmax(-1) for model in (teacher, policy.apply(teacher)))
+    wanted, found = (each(ids).logits[:, :-1].log_softmax(-1) for each in (teacher, model))
     return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 

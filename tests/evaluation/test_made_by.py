@@ -22,7 +22,7 @@ DEFAULT = "deltanet-hf convert T student --layers keep:1,3 --mixer gated_deltane
 
 def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
     """The record of a conversion of four layers with these options."""
-    options = ConvertOptions(**{"layers": "auto", "mixer": "gated_deltanet+window", **given})
+    options = ConvertOptions(**{"layers": "auto", "mixer": "gated_deltanet+window", "cache_bits": 16, **given})
     record = {**options.decisive(), "layers": options.layers, "deltanet": options.table(4, (1, 3)).to_dict()}
     return json.loads(json.dumps({"teacher": {"name": "T"}, "options": record, "text": {"source": text}}))
 

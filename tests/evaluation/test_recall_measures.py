@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters, paired_difference, relative_score
+from deltanet_hf.evaluation.tasks import prose_facts as prose_module
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
@@ -79,6 +80,7 @@ def test_facts_tell_the_answers_and_the_control_does_not(
 ) -> None:
     for name, probes in builders(tokenizer, haystack).items():
         assert len({probe.ids for probe in probes}) == 3, name
+        orders = []
         for probe in probes:
             told = [probe.ids[begin:end] for begin, end in probe.facts]
             assert max(end for _, end in probe.facts) <= min(begin for begin, _ in probe.answers), name
@@ -86,12 +88,19 @@ def test_facts_tell_the_answers_and_the_control_does_not(
             assert control.facts == ()
             assert len(control.ids) == len(probe.ids) - sum(map(len, told)), name
             body = tokenizer.decode(control.ids[: control.answers[0][0]])
+            places = []
             for (begin, end), (cut, stop) in zip(probe.answers, control.answers, strict=True):
                 answer = probe.ids[begin:end]
                 assert control.ids[cut:stop] == answer
-                assert any(_contains(fact, answer) for fact in told), name
+                asked = probe.ids[begin - 1 : end]  # in lists, with its key
+                assert any(_contains(fact, asked) for fact in told), name
+                places.append(next(i for i in range(begin) if probe.ids[i : i + len(asked)] == asked))
                 if name in ("needles", "distance"):
                     assert tokenizer.decode(answer) not in body
+                    line = tokenizer.decode(probe.ids[:end]).splitlines()[-1]  # names what the fact is about
+                    assert any(line in tokenizer.decode(fact) for fact in told), name
+            orders.append(places == sorted(places))
+        assert name == "distance" or not all(orders), name
 
 
 @pytest.mark.parametrize("name", ["needles", "prose", "load"])
@@ -114,6 +123,16 @@ def test_facts_are_spread_over_the_text(name: str, tokenizer: PreTrainedTokenize
 
 def _contains(fact: tuple[int, ...], answer: tuple[int, ...]) -> bool:
     return any(fact[i : i + len(answer)] == answer for i in range(len(fact)))
+
+
+def test_no_word_of_the_prose_facts_stands_twice_in_its_list() -> None:
+    """With a word that does, two people may have the same value."""
+    for words in (
+        prose_module._TITLES,
+        prose_module._NAMES,
+        *(values for values, _, _ in prose_module._KINDS.values()),
+    ):
+        assert len(set(words)) == len(words)
 
 
 def test_prose_names_decide_which_value_is_right(tokenizer: PreTrainedTokenizerFast, haystack: Haystack) -> None:

@@ -16,14 +16,18 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.free_policies import WindowPolicy
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.report import contestants
 from deltanet_hf.evaluation.report.contestants import line_up, training_tokens
 from deltanet_hf.evaluation.report.material import ReportOptions, read_material
 from deltanet_hf.evaluation.report.write_report import run_report
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
 from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.models.layers import LayerTable
-from support.tiny_models import tiny_student
+from support.tiny_models import tiny_mixture, tiny_student, tiny_teacher
 
 HAYSTACK = "The lamps along the quay went out one by one before the rain came. " * 20
 
@@ -220,16 +224,35 @@ def test_untrained_baselines_follow_from_each_students_layers(tmp_path: Path) ->
     assert names == ["teacher", "a", f"a, {off}", f"a, {start}", "b", f"b, {off}", f"b, {start}", "c"]
 
 
-def test_what_costs_no_training_has_the_bits_of_each_student(tmp_path: Path) -> None:
+@torch.no_grad()
+def test_what_costs_no_training_has_the_bits_of_each_student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, under windows, no fewer bytes than the student, which it would have with a token less."""
+    monkeypatch.setattr(contestants, "BYTES_AT", 130)
     tables = {
-        "a": replace(LayerTable.preset(4, mixer="window", softmax=(3,)), cache_bits=4),
+        "a": replace(LayerTable.preset(4, mixer="window", softmax=(3,), window=9), cache_bits=4),
         "b": replace(LayerTable.preset(4, softmax=(3,)), cache_bits=4),
         "c": LayerTable.preset(4, mixer="fox", softmax=(3,)),
     }
     students = [_config_folder(tmp_path / name, table) for name, table in tables.items()]
-    names = [row.name for row in line_up("teacher", students, ("equal-bytes",))]
+    rows = line_up("teacher", students, ("equal-bytes",))
     b = ["untrained windows, bytes of b", "kept layers of b, untrained windows"]
-    assert names == ["teacher", "a", "teacher, cache in 4 bits", "a, untrained", "b", *b, "c"]
+    assert [row.name for row in rows] == ["teacher", "a", "teacher, cache in 4 bits", "a, untrained", "b", *b, "c"]
+    teacher, made = tiny_teacher("llama", max_position_embeddings=256), {}
+    student = tiny_mixture("llama", tables["b"])
+    for row in rows:
+        if row.change is not None:
+            made[row.name] = row.change(tiny_mixture("llama", tables[Path(row.folder).name]), teacher)
+            assert cache_bits_of(made[row.name]) == 4
+    policies = {"teacher, cache in 4 bits": WindowPolicy((), None), "a, untrained": WindowPolicy((3,), 9)}
+    for name, kept in zip(b, ((), (3,)), strict=True):
+        policies[name] = WindowPolicy(kept, made[name].model.layers[0].self_attn.settings.window)
+        shorter = replace(policies[name], window=policies[name].window - 1).apply(teacher)
+        sizes = [sequence_bytes(each, 130) for each in (set_cache_bits(shorter, 4), student, made[name])]
+        assert sizes[0] < sizes[1] <= sizes[2]
+    ids = torch.randint(3, 97, (1, 120), generator=torch.Generator().manual_seed(0))
+    for name, policy in policies.items():
+        expected = set_cache_bits(policy.apply(teacher), 4)
+        torch.testing.assert_close(made[name](ids).logits, expected(ids).logits)
 
 
 def test_lesions_follow_from_each_students_layers(tmp_path: Path) -> None:

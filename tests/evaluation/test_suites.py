@@ -20,6 +20,7 @@ from deltanet_hf.evaluation.tasks.local_data import TASKS, missing_files
 from deltanet_hf.evaluation.tasks.ruler import STOCK, Ruler
 from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.models.cache_bits import set_cache_bits
+from measuring.study import unpadded_lm
 from measuring.study.generated_answers import greedy_tokens
 from measuring.study.results_row import load_for_measure
 from measuring.study.task_suites import COLUMNS, TaskSuites
@@ -93,8 +94,22 @@ def test_squad_as_olmo_has_it() -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_columns_of_a_row(data: Path, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast, bits: int) -> None:
+def test_columns_of_a_row(
+    data: Path, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Suites with data are scored, also through a packed cache; for the others the row says what is missing."""
+    replies = {"0th": "the nile0, which", "1th": "Nile1", "2th": "Nile1", "3th": "Rhine"}
+
+    def answered(model: Any, prompts: list[torch.Tensor], count: int) -> torch.Tensor:
+        """Known answers in the places of those of a model that knows none."""
+        made = continuations(model, prompts, count).clone()
+        for row, prompt in zip(made, prompts, strict=True):
+            (reply,) = (reply for key, reply in replies.items() if key in tokenizer.decode(prompt))
+            ids = tokenizer(f" {reply}", add_special_tokens=False)["input_ids"]
+            row[:] = torch.tensor([*ids, *[tokenizer.eos_token_id] * (count - len(ids))])
+        return made
+
+    monkeypatch.setattr(unpadded_lm, "continuations", answered)
     suites = TaskSuites(data, str(teacher_folder), tokenizer, longest=1024)
     assert {*suites.missing, "completion"} == {*COLUMNS}
     assert suites.missing["ifeval"] == "no ifeval/train.jsonl"
@@ -102,7 +117,7 @@ def test_columns_of_a_row(data: Path, teacher_folder: Path, tokenizer: PreTraine
     found = suites(model)
     assert found.keys() == {"completion"}
     assert found["completion"].sizes.tolist() == [1] * 4
-    assert set(found["completion"].sums.tolist()) <= {0.0, 1.0}
+    assert found["completion"].sums.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("bits", [16, 4])

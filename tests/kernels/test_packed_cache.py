@@ -165,6 +165,10 @@ def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: 
         assert torch.equal(one, appended)
 
 
+STEPS = (0, SINKS - 1, SINKS, GROUP, 2 * GROUP, 2 * GROUP + 1)
+"""Those of a kernel: the first and the last sink, a token after them, two complete groups, and a token after these."""
+
+
 @pytest.mark.parametrize(("R", "rows", "bits"), [(64, 2, 4), (32, 1, 8)])
 def test_a_step_rotates_puts_and_attends(R: int, rows: int, bits: int) -> None:
     """Slices of one projection, as the layers pass them, against rotation, append and attention by PyTorch."""
@@ -175,7 +179,7 @@ def test_a_step_rotates_puts_and_attends(R: int, rows: int, bits: int) -> None:
         x = torch.randn(B, 1, (HQ + 2 * HK) * D, generator=generator).to(DEVICE)
         q, k, v = (part.view(B, 1, -1, D) for part in x.split([HQ * D, HK * D, HK * D], dim=-1))
         cos, sin = (torch.randn(rows, 1, R, generator=generator).to(DEVICE) for _ in range(2))
-        if t not in (0, GROUP, 2 * GROUP, 2 * GROUP + 1):  # the first token, two complete groups, a token after them
+        if t not in STEPS:
             for cache in (found_in, wanted_in):
                 append(k.transpose(1, 2), v.transpose(1, 2), cache)
             continue
@@ -188,7 +192,8 @@ def test_a_step_rotates_puts_and_attends(R: int, rows: int, bits: int) -> None:
         assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
         assert (lse - wanted_lse).abs().max() < 1e-4 * wanted_lse.abs().max()
     assert found_in.lengths.tolist() == [66] * B
-    assert (found_in.keys - wanted_in.keys).abs().max() < 1e-5
+    for name in ("keys", "values", "token_scales"):
+        assert torch.equal(getattr(found_in, name), getattr(wanted_in, name)), name
 
 
 @pytest.mark.parametrize("step_", [torch_packed_step_, packed_step_triton_], ids=["torch", "triton"])

@@ -126,3 +126,16 @@ def test_bytes_follow_the_bits() -> None:
     assert stored_bytes(model, 640, 16) == 640 * token
     own = (GROUP + SINKS) * token // 4 * 9 // 8 + 4 * 4  # with scales, and a count per layer
     assert stored_bytes(model, 640 + GROUP, 4) == 640 * token * 9 // 64 + own
+    for mixer in ("window", "gated_deltanet+window"):
+        windows = tiny_student("llama", mixer=mixer, window=40, sinks=3)
+        states = stored_bytes(windows, 0, 16)
+        token = stored_bytes(windows, 1, 16) - states
+        assert token == 2 * 2 * 8 * 4 * 4  # two heads of 8 channels, float32, in four layers
+        assert [stored_bytes(windows, tokens, 16) - states for tokens in (42, 43, 44)] == [
+            42 * token,
+            43 * token,
+            43 * token,
+        ]
+    sliding = tiny_teacher("mistral")
+    token = stored_bytes(sliding, 1, 16)
+    assert [stored_bytes(sliding, tokens, 16) for tokens in (7, 8, 9)] == [7 * token, 8 * token, 8 * token]

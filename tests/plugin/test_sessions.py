@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import pickle
@@ -323,6 +324,16 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved: Path, model: PreTrainedMod
         with pytest.raises(UserError) as refused:
             load_session(tmp_path / "s", model)
         assert "\n" not in str(refused.value)
+
+
+def test_the_checksum_is_of_facts_names_and_bytes(saved: Path) -> None:
+    """As sessions have it that were saved before: another sum makes them unreadable."""
+    with safe_open(saved, framework="pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    held = b"".join(
+        name.encode() + tensors[name].flatten().view(torch.uint8).numpy().tobytes() for name in sorted(tensors)
+    )
+    assert metadata["checksum"] == hashlib.sha256(metadata["cache"].encode() + held).hexdigest()
 
 
 @pytest.mark.parametrize("name", ["input_ids", "attention_mask", "layers.0.window.keys", "layers.1.linear.state"])

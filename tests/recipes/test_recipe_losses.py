@@ -23,7 +23,7 @@ from deltanet_recipes.training.losses import (
     live_chunk,
 )
 from deltanet_recipes.training.objectives import Batch, DistilLoss
-from deltanet_recipes.training.optim import orthogonalise, rate_factor
+from deltanet_recipes.training.optim import make_optimizers, orthogonalise, rate_factor
 from support.tiny_models import tiny_mixture, tiny_student, tiny_teacher
 
 EOS = 2
@@ -36,7 +36,7 @@ def example(seed: int = 0) -> tuple[torch.Tensor, ...]:
         torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((23, 8), (31, 8), (23, 6), (31, 6))
     )
     labels = torch.randint(0, 31, (23,), generator=g)
-    labels[3:6] = -100
+    labels[2], labels[3:6] = 0, -100
     return hidden, weight, labels, other, other_weight
 
 
@@ -55,7 +55,7 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: i
     head = Head(divisor=2.0, softcap=5.0)
     h = hidden.clone().requires_grad_()
     chunk = live_chunk(head, Head(), terms)
-    total, kl, _ = ChunkedLoss.apply(chunk, size, h, weight, labels, (other,), (other_weight,))
+    total, kl, ce = ChunkedLoss.apply(chunk, size, h, weight, labels, (other,), (other_weight,))
     (3.0 * total).backward()
 
     h2 = hidden.clone().requires_grad_()
@@ -66,12 +66,12 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: i
     if terms.reverse:
         p, q = q, p
     plain_kl = ((p.exp() * (p - q)).sum(-1) * terms.temperature**2)[scored].sum()
-    plain = terms.kl_weight * plain_kl + terms.ce_weight * F.cross_entropy(
-        student[scored], labels[scored], reduction="sum"
-    )
+    plain_ce = F.cross_entropy(student[scored], labels[scored], reduction="sum")
+    plain = terms.kl_weight * plain_kl + terms.ce_weight * plain_ce
     (3.0 * plain).backward()
     torch.testing.assert_close(total.double(), plain.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kl.double(), plain_kl.detach().double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ce.double(), plain_ce.detach().double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(h.grad, h2.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -187,6 +187,28 @@ def test_orthogonalise_gives_singular_values_near_one() -> None:
     values = torch.linalg.svdvals(orthogonalise(matrices).float())
     assert values.min() > 0.5
     assert values.max() < 1.4
+
+
+@torch.no_grad()
+def test_muon_steps_by_the_orthogonalised_momentum_at_adamws_size() -> None:
+    """Two steps of matrices of two shapes, with weight decay: 0.2 sqrt(larger side) times a matrix of singular values
+    near 1, of the mean gradient as Nesterov's momentum has it."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (24, 40), (40, 20)]
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    means = [torch.zeros(shape) for shape in shapes]
+    (muon,) = make_optimizers([{"params": weights, "weight_decay": 0.1, "muon": True}], fused=False)
+    muon.param_groups[0]["lr"] = 0.5
+    for _ in range(2):
+        before = [weight.clone() for weight in weights]
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        muon.step()
+        for weight, old, mean in zip(weights, before, means, strict=True):
+            mean.lerp_(weight.grad, 0.05)
+            (update,) = orthogonalise((0.05 * weight.grad + 0.95 * mean)[None].bfloat16()).float()
+            wanted = old * (1 - 0.5 * 0.1) - 0.5 * 0.2 * max(weight.shape) ** 0.5 * update
+            torch.testing.assert_close(weight.data, wanted, rtol=0, atol=1e-2)
 
 
 def test_schedule_warms_up_and_ends_at_its_ratio() -> None:

@@ -186,6 +186,12 @@ def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
         for name, parameter in student.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1, generator=generator)
+    before, sums = student.state_dict(), {}  # weight plus up times down, whatever the rank
+    for name in before:
+        if name.endswith("base_layer.weight"):
+            up, down = (before[name.replace("base_layer", f"lora_{part}.default")] for part in "BA")
+            sums[name.replace("base_layer.", "")] = before[name] + up @ down
+    assert len(sums) == len(lora_targets(load_student(str(workplace / "student")), "all"))
     ids = torch.arange(4, 40)[None]
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
 
@@ -203,9 +209,24 @@ def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
         merged = student(ids).logits
     torch.testing.assert_close(merged, unmerged[0], rtol=1e-4, atol=1e-5)
     assert [name for name, _ in student.named_parameters()] == names
+    for name, weight in sums.items():
+        torch.testing.assert_close(student.get_parameter(name).data, weight)
     plain = load_student(str(workplace / "student"), torch.float32)
     with torch.no_grad():
         assert not torch.allclose(plain(ids).logits, merged, atol=1e-2)
+
+
+@torch.no_grad()
+def test_adapters_are_merged_in_float32(workplace: Path) -> None:
+    """Whatever the dtype of the weights: what is smaller than its rounding is not lost."""
+    student = load_student(str(workplace / "student"), torch.bfloat16)
+    train_for(student, Distil(tokens=8192, lora_rank=3), seed=1)
+    layer: Any = student.model.layers[1].mlp.up_proj
+    weight, up, down = layer.base_layer.weight.clone(), layer.lora_B.default.weight, layer.lora_A.default.weight
+    up.fill_(1e-4)
+    assert (weight.dtype, up.dtype) == (torch.bfloat16, torch.float32)
+    merge_lora(student)
+    torch.testing.assert_close(student.model.layers[1].mlp.up_proj.weight, weight.float() + up @ down)
 
 
 def test_adapters_go_to_mlps_and_all_attention(tmp_path: Path) -> None:

@@ -12,13 +12,18 @@ from support.tiny_models import tiny_student
 
 
 def layer_inputs(
-    teacher: Any, index: int, sequences: int = 2, tokens: int = 24
+    teacher: Any, index: int, sequences: int = 2, tokens: int = 24, ids: torch.Tensor | None = None
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """One layer's attention, its inputs [n, T, hidden] and its other arguments, as the converter gets them."""
+    """One layer's attention, its inputs [n, T, hidden] and its other arguments, as the converter gets them.
+
+    Args:
+        ids: token ids [n, T]; None for random ones.
+    """
     attention = teacher.model.layers[index].self_attn
     seen: list[dict[str, Any]] = []
     handle = attention.register_forward_pre_hook(lambda module, args, kwargs: seen.append({**kwargs}), with_kwargs=True)
-    ids = torch.randint(3, 97, (sequences, tokens), generator=torch.Generator().manual_seed(5))
+    if ids is None:
+        ids = torch.randint(3, 97, (sequences, tokens), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         for row in ids:
             teacher(row[None], use_cache=False)

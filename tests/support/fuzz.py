@@ -35,7 +35,7 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.training.model_pair import check_models
 from support.damage import damaged_bytes, damaged_json, damaged_text
-from support.tiny_conversion import quick_start, teacher_folder, text_file
+from support.tiny_conversion import PLAIN, quick_start, teacher_folder, text_file
 from support.tiny_gguf import write_gguf
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree
 
@@ -66,7 +66,7 @@ class Inputs:
         self.text = text_file(folder)
 
     def convert(self, teacher: Path, case: Path, **options: Any) -> None:
-        options = {"text": self.text, "calibration_tokens": 64, "device": "cpu", **options}
+        options = {**PLAIN, "text": self.text, "calibration_tokens": 64, "device": "cpu", **options}
         out = case / "out"
         with sole_conversion(out):
             convert(prepare(str(teacher), out, ConvertOptions(**options)), out, lambda *args: None)

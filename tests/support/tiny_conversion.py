@@ -67,9 +67,12 @@ def text_file(folder: Path) -> Path:
     return file
 
 
+PLAIN: dict[str, Any] = {"layers": "all", "mixer": "gated_deltanet", "cache_bits": 16}  # options of most tests
+
+
 def tiny_job(teacher: Path, out: Path, **options: Any) -> Job:
-    """Plans a conversion on the short text beside `out`."""
-    options = {"text": text_file(out.parent), "calibration_tokens": TOKENS, **options}
+    """Plans a conversion on the short text beside `out`; every layer to states alone unless options say otherwise."""
+    options = {**PLAIN, "text": text_file(out.parent), "calibration_tokens": TOKENS, **options}
     return prepare(str(teacher), out, ConvertOptions(**options))
 
 

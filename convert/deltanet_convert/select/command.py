@@ -38,8 +38,8 @@ def select_command(
     out = output_path(options.out)
     console = Console()
     # What `convert` makes; other runtimes have caches of 16 bits.
-    given = {"mixer": options.mixer, "context": options.context}
-    made = ConvertOptions.of_command_line(given | ({"cache_bits": 16} if options.exportable else {}))
+    bits = {"cache_bits": 16} if options.exportable else {}
+    made = ConvertOptions(mixer=options.mixer, context=options.context, **bits)
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)

@@ -50,8 +50,6 @@ class NormFigures:
 
     attention_kl: float  # KL(teacher's || this attention), nats, mean over heads and tokens
     logit_error: float  # relative RMS error of the attention logits, each row about its mean
-    cosine: float  # cosine of the attention's outputs, mean over tokens
-    relative_mse: float  # squared error of the output divided by the squared norm of the teacher's output
 
 
 @torch.no_grad()

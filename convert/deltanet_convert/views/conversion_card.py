@@ -204,8 +204,8 @@ whole heads have {far.title}, windows the teacher's positions, and sinks are see
 def _bits_note(bits: int) -> str:
     if bits == 16:
         return ""
-    return f""". The converted model keeps keys and values in {bits} bits; the measurements above are in 16
-(`set_cache_bits(model, 16)` of `deltanet_hf.models.cache_bits` sets them)"""
+    return f""". The converted model keeps keys and values in {bits} bits, as in the measurements above
+(`set_cache_bits(model, 16)` of `deltanet_hf.models.cache_bits` sets 16)"""
 
 
 def _mean(values: list[float]) -> float:

@@ -53,7 +53,7 @@ _TRADES = (
         "grocer",
         "hatter",
     ),
-    *("jeweller", "locksmith", "mason", "miller", "miner", "organist", "plumber", "sailor", "tailor", "chemist"),
+    *("jeweller", "locksmith", "mason", "miller", "miner", "organist", "plumber", "sailor", "tailor", "weaver"),
 )
 _THINGS = (
     *("brass key", "silver coin", "wooden spoon", "glass eye", "pocket map", "paper fan", "tin whistle", "gold ring"),

@@ -84,8 +84,8 @@ def unset_rates(stages: Sequence[Stage], student: nn.Module) -> str | None:
     if not names:
         return None
     return (
-        f"{', '.join(names)}: the student has windows and begins near its teacher; without optimizer.share_lr (mixer_lr "
-        "or more), training can make it worse (docs/training.md)"
+        f"{', '.join(names)}: the student has windows and begins near its teacher; without optimizer.share_lr "
+        "(mixer_lr or more), training can make it worse (docs/training.md)"
     )
 
 

@@ -3,7 +3,8 @@
     python -m measuring.benchmarks.zero_token MODEL_DIR --eval wikitext2-test.txt [--text wikipedia.jsonl]
         [--layers every:6]
 
-Converts MODEL_DIR with the default options, with `--no-training` and with `--profile qwen3_5`. For each, it prints
+Converts MODEL_DIR to states alone in 16 bits: as for training, with `--no-training` and with `--profile qwen3_5`. For
+each, it prints
 
 - the relative squared error of the attention output, mean over the converted layers, on the teacher's inputs of the
   held-out part of the calibration text;
@@ -38,9 +39,10 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import load_model
 
 WINDOW_TOKENS = 1024
+STATES: dict[str, Any] = {"mixer": "gated_deltanet", "cache_bits": 16}
 STARTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "--no-training": {"training": False},
+    "default": STATES,
+    "--no-training": {**STATES, "training": False},
     "--profile qwen3_5": {"profile": "qwen3_5"},
 }  # options of the conversions by their names in the table
 

@@ -55,10 +55,11 @@ class MixerChoice:
                 raise UserError(f"--mixer {self.label}: softmax has no settings; write --mixer softmax")
             return LayerTable({}, (SOFTMAX,) * layers)
         try:
-            known = {field.name for field in fields(ConvertOptions(mixer=self.mixer).table(1, ()).only_kind.settings)}
+            plain = ConvertOptions(mixer=self.mixer, cache_bits=16).table(1, ())
+            known = {field.name for field in fields(plain.only_kind.settings)}
             given = {entry.partition("=")[0] for entry in self.changes}
             added = [f"{key}={json.dumps(value)}" for key, value in common.items() if key in known - given]
-            return ConvertOptions(mixer=self.mixer, changes=(*added, *self.changes)).table(layers, ())
+            return ConvertOptions(mixer=self.mixer, changes=(*added, *self.changes), cache_bits=16).table(layers, ())
         except UserError as error:
             raise UserError(f"--mixer {self.label}: {str(error).removeprefix('--mixer: ')}") from None
 

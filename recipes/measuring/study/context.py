@@ -102,7 +102,7 @@ def main(
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         converted = Path(folder) / "converted"
-        options = ConvertOptions.of_command_line({"context": str(max(LENGTHS)), "dtype": _name(dtype)})
+        options = ConvertOptions(context=str(max(LENGTHS)), dtype=_name(dtype))
         job = prepare(teacher, converted, options)
         convert(job, converted, lambda *_: None)
         own = job.teacher.source.folder
