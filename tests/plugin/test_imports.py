@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from support.tiny_models import tiny_student
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,26 @@ model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
         (measures, ("lm_eval", "datasets", "matplotlib", *CONVERSION, "deltanet_recipes")),
     )
     assert found == [[], [], []]
+
+
+def test_importing_the_packages_imports_neither_torch_nor_transformers() -> None:
+    light = "import deltanet_hf, deltanet_kernels\nfrom deltanet_hf.errors import UserError"
+    assert imported((light, ("torch", "triton", "transformers"))) == [[]]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from transformers import AutoConfig",
+        "from transformers import AutoModelForCausalLM",  # whose import is under way when AutoConfig is there
+        "from deltanet_hf.models.layers import LayerTable",  # imports the Auto classes, and they the configurations
+    ],
+)
+def test_families_are_registered_whatever_is_imported_first(first: str) -> None:
+    known = "from transformers.models.auto.configuration_auto import CONFIG_MAPPING as known"
+    names = f"{[*(family.converted_model_type for family in FAMILIES.values()), MODEL_TYPE]!r}"
+    check = f"import deltanet_hf\n{first}\n{known}\nassert all(name in known for name in {names})"
+    assert imported((check, ())) == [[]]
 
 
 @pytest.mark.parametrize("arguments", [(), ("eval",), ("report",), ("distill",), ("align",)], ids=str)
