@@ -11,16 +11,18 @@ import inspect
 import re
 from collections.abc import Callable
 from types import NoneType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from typer.models import OptionInfo
 
 from deltanet_hf.errors import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 ASIDE: Any = Field(exclude=True)  # of an option that decides nothing about the result, or whose contents are recorded
 
@@ -70,6 +72,13 @@ def parse_size(value: str, option: str = "--shard-size") -> int:
     if size < 1:
         raise UserError(f"{option}: got '{value}', expected at least 1 byte")
     return size
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name in `DTYPES`."""
+    import torch
+
+    return getattr(torch, name)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

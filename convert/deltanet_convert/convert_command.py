@@ -10,21 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-
-from deltanet_hf.publish import output_path
 
 from .command_options import takes
-from .convert import convert
-from .device import description
-from .export.obstacles import check_exportable
-from .job import prepare, sole_conversion
 from .options import ConvertOptions
-from .select.progress import shown_on
-from .select.run import unseen
-from .views import conversion_progress
-from .views.plan_view import print_plan
-from .views.report_view import print_report
 
 
 @takes(ConvertOptions)
@@ -37,6 +25,20 @@ def convert_command(
     **values: Any,
 ) -> None:
     """Converts a softmax model."""
+    from rich.console import Console
+
+    from deltanet_hf.publish import output_path
+
+    from .convert import convert
+    from .device import description
+    from .export.obstacles import check_exportable
+    from .job import prepare, sole_conversion
+    from .select.progress import shown_on
+    from .select.run import unseen
+    from .views import conversion_progress
+    from .views.plan_view import print_plan
+    from .views.report_view import print_report
+
     options = ConvertOptions.of_command_line(values)
     console = Console(stderr=options.as_json)
     out = output_path(out)

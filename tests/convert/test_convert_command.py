@@ -94,7 +94,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    assert typed(monkeypatch, teacher, tmp_path / "out", "--dry-run", "--layers", "every:2") == 0
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--dry-run", "--keep", "every:2") == 0
     printed = capsys.readouterr().out
     assert "stays softmax" in printed
     assert "131,072" in printed
@@ -115,7 +115,7 @@ def test_json_is_all_that_stdout_holds(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--layers", "keep:9"],
+        ["--keep", "layers:9"],
         ["--profile", "other", "--pure"],
         ["--dtype", "int4", "--pure"],
         ["--shard-size", "many", "--pure"],

@@ -251,7 +251,7 @@ def test_damaged_gguf_file(tmp_path: Path, content: bytes) -> None:
 
 def test_copy_is_removed_after_an_error(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    with pytest.raises(UserError, match="--layers"), sole_conversion(tmp_path / "out"):
+    with pytest.raises(UserError, match="--keep"), sole_conversion(tmp_path / "out"):
         prepare(str(tmp_path / "tiny.gguf"), tmp_path / "out", ConvertOptions(layers="keep:7"))
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]
 

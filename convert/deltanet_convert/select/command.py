@@ -6,23 +6,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-
-from deltanet_hf.publish import output_path
 
 from ..command_options import takes
-from ..options import ConvertOptions
-from ..storage.teacher_source import resolve_source
-from ..teacher_model import Source, open_teacher
-from .journal import SelectionJournal
-from .progress import shown_on
-from .run import run_selection
 from .select_options import SelectOptions
-from .task import plan_selection
-from .view import print_selection
+
+if TYPE_CHECKING:
+    from ..teacher_model import Source
 
 
 @takes(SelectOptions)
@@ -34,6 +26,18 @@ def select_command(
     **values: Any,
 ) -> None:
     """Chooses the layers or key/value heads that stay softmax. An interrupted run is continued by the same command."""
+    from rich.console import Console
+
+    from deltanet_hf.publish import output_path
+
+    from ..options import ConvertOptions
+    from ..storage.teacher_source import resolve_source
+    from ..teacher_model import open_teacher
+    from .progress import shown_on
+    from .run import run_selection
+    from .task import plan_selection
+    from .view import print_selection
+
     options = SelectOptions(**SelectOptions.given(values))
     out = output_path(options.out)
     console = Console()
@@ -52,6 +56,8 @@ def select_command(
 @contextmanager
 def removed_unless_unfinished(source: Source, out: Path) -> Iterator[None]:
     """Removes the copy of a GGUF teacher at the end, unless an unfinished selection can continue with it."""
+    from .journal import SelectionJournal
+
     try:
         yield
     finally:
