@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,8 +41,12 @@ def generate_command(
         str, typer.Argument(metavar="MODEL", help="Folder or Hub id of a converted model or of a softmax model.")
     ],
     prompt: Annotated[
-        str, typer.Option(help="Text to continue, or the message to answer if the model has a chat template.")
-    ],
+        str | None,
+        typer.Option(
+            help="Text to continue, or the message to answer if the model has a chat template.",
+            show_default="what standard input says",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")] = 0.0,
     top_p: Annotated[
@@ -102,6 +107,8 @@ def generate_command(
     from deltanet_hf.sessions.conversation import continued, first_turn
     from deltanet_hf.token_times import CountingStreamer, StopAfter
 
+    if prompt is None:
+        prompt = sys.stdin.read()
     if not prompt:
         raise UserError("--prompt: empty; give some text to continue")
     if prompt.encode(errors="ignore").decode() != prompt:

@@ -32,9 +32,8 @@ PROMPT = "What is photosynthesis?"
 console = Console()
 
 
-def main() -> None:
-    """Run the steps whose output is missing, then write the report into the folder that the command line names."""
-    folder = Path(sys.argv[1])
+def run_demo(folder: Path) -> None:
+    """Run the steps whose output is missing, then write the report into the folder."""
     out = folder / "out"
     converted, aligned = out / "converted", out / "align"
     clock = Clock()
