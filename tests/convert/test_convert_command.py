@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from deltanet_convert.start import START, copy_weights
 from deltanet_convert.views import conversion_progress
+from deltanet_hf.version import install_command
 from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
@@ -190,5 +191,5 @@ def test_parquet_without_its_package_names_the_extra(
     (tmp_path / "text.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # importing it raises ModuleNotFoundError
     assert typed(monkeypatch, teacher, tmp_path / "out", "--pure", "--text", tmp_path / "text.parquet") == 2
-    assert capsys.readouterr().err == "error: pyarrow is not installed; run pip install 'deltanet-hf[train]'\n"
+    assert capsys.readouterr().err == f"error: pyarrow is not installed; run {install_command('train')}\n"
     assert not (tmp_path / "out").exists()

@@ -23,6 +23,7 @@ from deltanet_convert.storage.gguf_teacher import GgufTeacher
 from deltanet_convert.storage.safetensors_folder import Checkpoint
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
+from deltanet_hf.version import install_command
 from deltanet_recipes.cli import main
 from support.tiny_conversion import quick_start, tiny_conversion
 from support.tiny_gguf import write_gguf
@@ -265,5 +266,5 @@ def test_missing_package_is_named_with_its_extra(
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: gguf is not installed; run pip install 'deltanet-hf[gguf]'\n"
+    assert capsys.readouterr().err == f"error: gguf is not installed; run {install_command('gguf')}\n"
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]

@@ -23,7 +23,7 @@ from deltanet_hf.generate import load_for_inference
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.sessions import load_session
 from deltanet_hf.sessions.conversation import first_turn, further_turn
-from deltanet_hf.version import __version__
+from deltanet_hf.version import __version__, install_command
 from deltanet_recipes.cli import COMMANDS, Subcommand, main
 from deltanet_recipes.log_bars import hide_bars_in_logs
 from support.tiny_models import tiny_student
@@ -82,8 +82,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     [
         (UserError("a.json: x"), 2, "error: a.json: x"),
         (QualityError("worse"), 1, "failed: worse"),
-        (ModuleNotFoundError(name="lm_eval.api"), 2, "error: lm_eval is not installed; run pip install 'deltanet-hf["),
-        (ModuleNotFoundError(name="peft"), 2, "error: peft is not installed; run pip install 'deltanet-hf[train]'"),
+        (
+            ModuleNotFoundError(name="lm_eval.api"),
+            2,
+            f"error: lm_eval is not installed; run {install_command('eval')}\n",
+        ),
+        (ModuleNotFoundError(name="peft"), 2, f"error: peft is not installed; run {install_command('train')}\n"),
     ],
 )
 def test_errors_are_one_line_with_a_status(

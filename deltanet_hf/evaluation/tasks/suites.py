@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.version import install_command
 
 SEED = 1234
 
@@ -132,7 +133,7 @@ def missing_packages(suite: str) -> list[str]:
 def check_packages(suite: str) -> None:
     """Raises UserError if a package that lm-eval needs for a suite is missing, or IFEval's data of NLTK."""
     if missing := missing_packages(suite):
-        raise UserError(f"--suite {suite} needs {' and '.join(missing)}; run pip install 'deltanet-hf[eval]'")
+        raise UserError(f"--suite {suite} needs {' and '.join(missing)}; run {install_command('eval')}")
     if suite == "ifeval":
         nltk = import_module("nltk")
         try:
