@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from typer.models import OptionInfo
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,9 @@ def _option(field: FieldInfo) -> OptionInfo:
 def _message(model: type[Options], error: ValidationError) -> str:
     """One line about the first value that is wrong: the option, the value, and what it may be."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "extra_forbidden":
+        unknown = str(first["loc"][0])
+        return f"{unknown}: unknown option{did_you_mean(unknown, model.model_fields)}"
     if not first["loc"] or first["loc"][0] not in model.model_fields:
         return str(first["msg"]).removeprefix("Value error, ")
     name = str(first["loc"][0])

@@ -1,7 +1,7 @@
 """`deltanet-hf convert TEACHER OUT`.
 
 `prepare` opens the teacher, chooses what stays softmax and plans (`job.py`); the plan is printed; `convert` streams the
-layers, compares the result with the teacher and writes the folder (`convert.py`); its report is printed.
+layers, compares the result with the teacher and writes the folder (`conversion.py`); its report is printed.
 """
 
 import json
@@ -29,7 +29,7 @@ def convert_command(
 
     from deltanet_hf.publish import output_path
 
-    from .convert import convert
+    from .conversion import convert
     from .device import description
     from .export.obstacles import check_exportable
     from .job import prepare, sole_conversion

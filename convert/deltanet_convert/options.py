@@ -221,10 +221,14 @@ class ConvertOptions(Options):
 
     @classmethod
     def of_command_line(cls, values: dict[str, Any]) -> ConvertOptions:
-        """The options of `deltanet-hf convert`: by default windows but for what `auto` chooses, and 4 bits."""
+        """The options of `deltanet-hf convert` for what typer passes to the command."""
+        return cls.usual(cls.given(values))
+
+    @classmethod
+    def usual(cls, given: dict[str, Any]) -> ConvertOptions:
+        """The options of a conversion for those that were given: by default windows but for `auto`, and 4 bits."""
         from deltanet_hf.mixers import MIXERS, AttentionKind
 
-        given = cls.given(values)
         if not given.get("pure") and given.get("profile") != "qwen3_5":  # whose layer has no window
             keeps_all_tokens = issubclass(MIXERS.get(given.get("mixer", ""), object), AttentionKind)
             chosen = {"keep": "none", "cache_bits": 16} if keeps_all_tokens else {"keep": AUTO, "cache_bits": 4}

@@ -57,10 +57,8 @@ def write_shim(folder: str | Path, config_name: str, model_name: str, module: st
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    install = install_command()
-    shim = _SHIM.format(
-        version=__version__, install=install, config_name=config_name, model_name=model_name, module=module
-    )
+    names = {"config_name": config_name, "model_name": model_name, "module": module}
+    shim = _SHIM.format(version=__version__, install=install_command(), **names)
     (folder / f"{SHIM_NAME}.py").write_text(shim)
     return {"AutoConfig": f"{SHIM_NAME}.{config_name}", "AutoModelForCausalLM": f"{SHIM_NAME}.{model_name}"}
 

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deltanet_hf.publish import output_path
+
 from ..command_options import takes
 from .select_options import SelectOptions
 
 if TYPE_CHECKING:
     from ..teacher_model import Source
+    from .run import Show
+    from .selection_file import Selection
+    from .task import SelectionTask
 
 
 @takes(SelectOptions)
@@ -28,29 +33,37 @@ def select_command(
     """Chooses the layers or key/value heads that stay softmax. An interrupted run is continued by the same command."""
     from rich.console import Console
 
-    from deltanet_hf.publish import output_path
-
-    from ..options import ConvertOptions
-    from ..storage.teacher_source import resolve_source
-    from ..teacher_model import open_teacher
     from .progress import shown_on
-    from .run import run_selection
-    from .task import plan_selection
     from .view import print_selection
 
     options = SelectOptions(**SelectOptions.given(values))
-    out = output_path(options.out)
     console = Console()
+    with shown_on(console) as show:
+        selection, task = selected(teacher, options, show)
+    print_selection(selection, task, console)
+    console.print(f"Written to {output_path(options.out)}", highlight=False)
+
+
+def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selection, SelectionTask]:
+    """Runs a selection and writes its file.
+
+    Args:
+        show: called with the progress.
+    """
+    from ..options import ConvertOptions
+    from ..storage.teacher_source import resolve_source
+    from ..teacher_model import open_teacher
+    from .run import run_selection
+    from .task import plan_selection
+
+    out = output_path(options.out)
     # What `convert` makes; other runtimes have caches of 16 bits.
     made = ConvertOptions.of_command_line({"mixer": options.mixer} | ({"cache_bits": 16} if options.exportable else {}))
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
         task = plan_selection(opened, options, made.table_of((), opened.config))
-        with shown_on(console) as show:
-            selection = run_selection(task, out, show, overwrite=options.overwrite)
-    print_selection(selection, task, console)
-    console.print(f"Written to {out}", highlight=False)
+        return run_selection(task, out, show, overwrite=options.overwrite), task
 
 
 @contextmanager
