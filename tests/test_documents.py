@@ -71,8 +71,8 @@ def links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(linked), link
 
 
-def command_lines_parse(page: Path) -> None:
-    for line in command_lines(page.read_text(encoding="utf-8")):
+def command_lines_parse(text: str) -> None:
+    for line in command_lines(text):
         words = shlex.split(line, comments=True)[1:]
         if not words or words[0] == "--help":
             continue
@@ -90,8 +90,7 @@ def command_lines_parse(page: Path) -> None:
             pytest.fail(f"{line}: {error}")
 
 
-def recipes_modules_and_scripts_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+def recipes_modules_and_scripts_exist(text: str) -> None:
     for line in command_lines(text):
         words = shlex.split(line, comments=True)
         if words[1] in ("align", "distill") and len(words) > 2 and re.fullmatch(r"[a-z0-9.-]+", words[2]):
@@ -107,8 +106,9 @@ def recipes_modules_and_scripts_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_what_a_page_names_exists(page: Path) -> None:
     links_lead_somewhere(page)
-    command_lines_parse(page)
-    recipes_modules_and_scripts_exist(page)
+    text = page.read_text(encoding="utf-8")
+    command_lines_parse(text)
+    recipes_modules_and_scripts_exist(text)
 
 
 def test_the_rule_in_pytorch_is_the_operator() -> None:
