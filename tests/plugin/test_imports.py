@@ -78,7 +78,8 @@ def test_importing_the_packages_imports_neither_torch_nor_transformers() -> None
     [
         "from transformers import AutoConfig",
         "from transformers import AutoModelForCausalLM",  # whose import is under way when AutoConfig is there
-        "from deltanet_hf.models.layers import LayerTable",  # imports the Auto classes, and they the configurations
+        # The first imports another module of its package, the second the Auto classes, and they the configurations.
+        "from deltanet_kernels.operators import rms_norm\nfrom deltanet_hf.models.layers import LayerTable",
     ],
 )
 def test_families_are_registered_whatever_is_imported_first(first: str) -> None:
