@@ -118,5 +118,7 @@ def test_the_notebook_runs(
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), "gated_deltanet.ipynb", "exec"), names)
     assert "strength 2: parity right at 100%" in capsys.readouterr().out
-    assert names["recalled"](16, "decayed") > names["recalled"](128, "decayed")
+    recalled = names["recalled"]
+    assert recalled(16, "decayed") > 0.9  # and of outdated values, linear attention forgets none:
+    assert max(recalled(128, "decayed"), recalled(16, "off")) < 0.8
     assert torch.all(names["g"] <= 0)
