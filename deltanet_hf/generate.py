@@ -107,6 +107,8 @@ def generate_command(
     from deltanet_hf.sessions.conversation import continued, first_turn
     from deltanet_hf.token_times import CountingStreamer, StopAfter
 
+    if prompt is None and sys.stdin.isatty():
+        raise UserError("--prompt: missing; give some text, here or by standard input")
     if prompt is None:
         prompt = sys.stdin.read()
     if not prompt:

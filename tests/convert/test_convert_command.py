@@ -102,6 +102,13 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_settings_are_listed_without_a_teacher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, "--set", "help") == 0
+    assert re.search(r"^allow_neg_eigval +true, false +write strengths up to 2", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_json_is_all_that_stdout_holds(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,6 +152,9 @@ def test_generate_reads_standard_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6"))
     assert call(monkeypatch, "generate", folder, "--max-new-tokens", "5") == 0
     assert capsys.readouterr().out == asked
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert call(monkeypatch, "generate", folder) == 2
+    assert "--prompt: missing" in capsys.readouterr().err
 
 
 def test_compiled_generation_says_the_same(
