@@ -30,7 +30,7 @@ class QualityError(Exception):
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """', did you mean X?' for the name that `got` abbreviates (gdn: gated_deltanet) or resembles; '' if none is."""
     names = list(known)
-    close = [name for name in names if _abbreviates(got, name)] or difflib.get_close_matches(got, names)
+    close = [name for name in names if _abbreviates(got, name)] or difflib.get_close_matches(got, names, cutoff=0.7)
     return f", did you mean {close[0]}?" if close else ""
 
 
