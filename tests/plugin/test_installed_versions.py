@@ -70,6 +70,8 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
 def test_the_repository_has_one_address() -> None:
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()
     assert f"\nurl: {REPOSITORY}\n" in (ROOT / "CITATION.cff").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert set(re.findall(r"https://github\.com/deltanet-hf[\w/-]*", page.read_text())) <= {REPOSITORY}, page
     assert install_command("eval") == f"pip install 'deltanet-hf[eval] @ git+{REPOSITORY}'"
 
 
