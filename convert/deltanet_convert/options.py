@@ -194,7 +194,7 @@ class ConvertOptions(Options):
     @model_validator(mode="after")
     def _consistent(self) -> ConvertOptions:
         """Raises UserError for a mixer that does not exist, and for options that would change nothing."""
-        from deltanet_hf.mixers import MIXER_NAMES, MIXERS
+        from deltanet_hf.mixers import MIXER_NAMES, MIXERS, unknown_mixer
         from deltanet_hf.mixers.mixed_heads import MixedHeads
 
         if self.mixer == MixedHeads.name:
@@ -203,7 +203,7 @@ class ConvertOptions(Options):
                 "(deltanet-hf select --unit kv_head), and the mixer of the other heads here"
             )
         if self.mixer not in MIXER_NAMES and self.mixer not in MIXERS:
-            raise UserError(unknown_mixer(self.mixer))
+            raise UserError(f"--{unknown_mixer(self.mixer)}")
         if self.pure and self.model_fields_set & {"keep", "mixer"}:
             raise UserError("--pure: converts all layers to gated_deltanet; leave out --keep and --mixer")
         if self.profile == "qwen3_5" and self.changes:
@@ -352,17 +352,6 @@ class ConvertOptions(Options):
         """The options that affect the result, as JSON values; conversion_record.py records `keep` and text itself."""
         values = self.model_dump() | {"changes": changed_settings(self.changes, self._recommended()[1])}
         return {"set" if name == "changes" else name: value for name, value in values.items()}
-
-
-def unknown_mixer(name: str) -> str:
-    """The message for a `--mixer` that does not exist."""
-    from deltanet_hf.mixers import MIXER_NAMES, WINDOW_SUFFIX
-
-    names = [mixer for mixer in MIXER_NAMES if WINDOW_SUFFIX not in mixer]
-    return (
-        f"--mixer: got '{name}'{did_you_mean(name, MIXER_NAMES)}; expected one of {', '.join(names)}, or "
-        f"NAME{WINDOW_SUFFIX} for one that has a state"
-    )
 
 
 def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool | int | str]:
