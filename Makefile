@@ -9,7 +9,7 @@ FAST_TESTS := -m pytest -n 2 --dist loadfile -m "not slow"
 .PHONY: demo test test-oldest test-newest test-gpu lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m deltanet_recipes.demo demo
+	$(BIN)/deltanet-hf demo demo
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python $(FAST_TESTS)

@@ -1,18 +1,31 @@
 """Gated DeltaNet models made from pretrained softmax models, for Hugging Face transformers.
 
-Importing this package registers every converted family with `AutoConfig` and `AutoModelForCausalLM`.
+Importing this package registers every converted family with `AutoConfig` and `AutoModelForCausalLM`. It imports neither
+torch nor transformers (`registration.py`).
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from deltanet_hf.registration import register_with_auto_classes
+from deltanet_hf.version import __version__
 from deltanet_kernels.installed_versions import require
 
+if TYPE_CHECKING:
+    from deltanet_hf.models.factory import converted_config
+    from deltanet_hf.models.layers import LayerTable
+
 require("torch", "transformers", "triton")
-
-from deltanet_hf.models import factory, qwen3_5
-from deltanet_hf.models.factory import converted_config
-from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.version import __version__
-
-factory.register()
-qwen3_5.register()
+register_with_auto_classes()
 
 __all__ = ["LayerTable", "__version__", "converted_config"]
+
+_MODULES = {"LayerTable": "deltanet_hf.models.layers", "converted_config": "deltanet_hf.models.factory"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

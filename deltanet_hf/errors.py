@@ -1,6 +1,8 @@
 """The exceptions that the command line shows as one line, and the function that makes one line of any exception."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 LONGEST_WORD = 400  # characters; names and values out of files may have any length
 SHOWN = 200
@@ -23,6 +25,19 @@ class UserError(Exception):
 
 class QualityError(Exception):
     """A check of the result failed (verification, divergence); `deltanet-hf` prints it and exits with status 1."""
+
+
+def did_you_mean(got: str, known: Iterable[str]) -> str:
+    """', did you mean X?' for the name that `got` abbreviates (gdn: gated_deltanet) or resembles; '' if none is."""
+    names = list(known)
+    close = [name for name in names if _abbreviates(got, name)] or difflib.get_close_matches(got, names, cutoff=0.7)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _abbreviates(got: str, name: str) -> bool:
+    """Whether the letters of `got`, of which there are several, stand in `name` in this order, the first one first."""
+    letters = iter(name)
+    return len(got) > 1 and name.startswith(got[0]) and all(letter in letters for letter in got)
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.version import install_command
 from deltanet_kernels.installed_versions import TooOldError
 
 # Optional packages by top-level module, and the extra of deltanet-hf that installs each.
@@ -40,7 +41,7 @@ def exit_with(error: Exception) -> None:
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in EXTRAS:
-            error = UserError(f"{package} is not installed; run pip install 'deltanet-hf[{EXTRAS[package]}]'")
+            error = UserError(f"{package} is not installed; run {install_command(EXTRAS[package])}")
     if isinstance(error, UserError | TooOldError):
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -3,62 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from transformers import (
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextStreamer,
-)
-from transformers.cache_utils import Cache
 
-from deltanet_hf.cpu_dtype import loading_dtype
-from deltanet_hf.decoding import decoded_by
-from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
-from deltanet_hf.hub import loadable_folder
-from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
-from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.publish import LONGEST_NAME
-from deltanet_hf.sessions import save_session
-from deltanet_hf.sessions.conversation import continued, first_turn
+
+if TYPE_CHECKING:  # its help imports neither torch nor transformers
+    from transformers.cache_utils import Cache
 
 LEAST_TEMPERATURE = 1e-4  # logits divided by less have no finite exponentials
 COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and recorded as CUDA graphs
 
 
-class _CountingStreamer(TextStreamer):
-    """Prints text as it is generated and records the time of each token."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-        super().put(value)
-
-
-class _After(StoppingCriteria):
-    """Stops generation after a number of tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        self.left -= 1
-        return torch.full((len(input_ids),), self.left <= 0, device=input_ids.device)
-
-
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """Load a model in eval mode and its tokenizer from a folder or hub id; UserError if there is none."""
+    from deltanet_hf.cpu_dtype import loading_dtype
+    from deltanet_hf.decoding.served import serve
+    from deltanet_hf.hub import loadable_folder
+    from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
+
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype: got {dtype!r}, expected auto, float32, bfloat16 or float16")
     place, folder = chosen_device(device), loadable_folder(model)
@@ -73,8 +41,12 @@ def generate_command(
         str, typer.Argument(metavar="MODEL", help="Folder or Hub id of a converted model or of a softmax model.")
     ],
     prompt: Annotated[
-        str, typer.Option(help="Text to continue, or the message to answer if the model has a chat template.")
-    ],
+        str | None,
+        typer.Option(
+            help="Text to continue, or the message to answer if the model has a chat template.",
+            show_default="what standard input says",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")] = 0.0,
     top_p: Annotated[
@@ -124,6 +96,21 @@ def generate_command(
     ] = None,
 ) -> None:
     """Continue a prompt and print the text as it is generated."""
+    import torch
+    from transformers import StoppingCriteriaList
+
+    from deltanet_hf.decoding import decoded_by
+    from deltanet_hf.mixers.cache.argument import CACHE
+    from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+    from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
+    from deltanet_hf.sessions import save_session
+    from deltanet_hf.sessions.conversation import continued, first_turn
+    from deltanet_hf.token_times import CountingStreamer, StopAfter
+
+    if prompt is None and sys.stdin.isatty():
+        raise UserError("--prompt: missing; give some text, here or by standard input")
+    if prompt is None:
+        prompt = sys.stdin.read()
     if not prompt:
         raise UserError("--prompt: empty; give some text to continue")
     if prompt.encode(errors="ignore").decode() != prompt:
@@ -161,7 +148,7 @@ def generate_command(
     read = 0 if cache is None else int(cache.get_seq_length())
     if input_ids.shape[1] == 0:
         raise UserError(f"--prompt: {prompt!r} has no tokens for this tokenizer; give some text to continue")
-    streamer = _CountingStreamer(tokenizer)
+    streamer = CountingStreamer(tokenizer)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     options: dict[str, Any] = {
         "input_ids": input_ids,
@@ -184,7 +171,7 @@ def generate_command(
     if compiled:  # transformers compiles the steps of static caches
         options["cache_implementation"] = "static"
         typer.echo("compiling ...", err=True)
-        loaded.generate(**options, stopping_criteria=StoppingCriteriaList([_After(COMPILING_TOKENS)]))
+        loaded.generate(**options, stopping_criteria=StoppingCriteriaList([StopAfter(COMPILING_TOKENS)]))
     torch.manual_seed(seed)
     started = time.perf_counter()
     result = loaded.generate(**options, streamer=streamer)

@@ -8,6 +8,7 @@ import shlex
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 UsageError = typer.BadParameter.__mro__[1]  # of Click, which newer versions of Typer contain
 EXAMPLE = re.compile(r"<!-- example: relu_attention [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+RULE = re.compile(r"<!-- example: gated_delta_rule [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def name(page: Path) -> str:
@@ -67,8 +71,8 @@ def links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(linked), link
 
 
-def command_lines_parse(page: Path) -> None:
-    for line in command_lines(page.read_text(encoding="utf-8")):
+def command_lines_parse(text: str) -> None:
+    for line in command_lines(text):
         words = shlex.split(line, comments=True)[1:]
         if not words or words[0] == "--help":
             continue
@@ -86,8 +90,7 @@ def command_lines_parse(page: Path) -> None:
             pytest.fail(f"{line}: {error}")
 
 
-def recipes_modules_and_scripts_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+def recipes_modules_and_scripts_exist(text: str) -> None:
     for line in command_lines(text):
         words = shlex.split(line, comments=True)
         if words[1] in ("align", "distill") and len(words) > 2 and re.fullmatch(r"[a-z0-9.-]+", words[2]):
@@ -103,8 +106,21 @@ def recipes_modules_and_scripts_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_what_a_page_names_exists(page: Path) -> None:
     links_lead_somewhere(page)
-    command_lines_parse(page)
-    recipes_modules_and_scripts_exist(page)
+    text = page.read_text(encoding="utf-8")
+    command_lines_parse(text)
+    recipes_modules_and_scripts_exist(text)
+
+
+def test_the_rule_in_pytorch_is_the_operator() -> None:
+    """The loop over tokens of docs/gated-deltanet.md gives what the operator gives in chunks."""
+    match = RULE.search((ROOT / "docs/gated-deltanet.md").read_text(encoding="utf-8"))
+    assert match is not None
+    place: dict[str, Any] = {}
+    exec(compile(match[1], "docs/gated-deltanet.md", "exec"), place)
+    assert len([line for line in match[1].splitlines() if line]) <= 31
+    torch.testing.assert_close(place["chunked"][0], place["output"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(place["last"][0], place["state"], rtol=1e-4, atol=1e-5)
+    assert place["output"].abs().mean() > 0.01
 
 
 @pytest.fixture

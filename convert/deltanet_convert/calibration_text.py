@@ -16,13 +16,13 @@ from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.layers import LayerTable
 
+from .options import FEWEST_TOKENS
 from .teacher_model import Teacher
 
 SEQUENCE_LENGTH = 512
 LONG_SEQUENCE_LENGTH = 2048  # where there are windows, which miss nothing in short sequences
 HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
 HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
-FEWEST_TOKENS = 64  # of calibration
 SHIPPED_TEXT = "the text shipped with deltanet-hf"  # name of the calibration text in conversion.json
 CHARS_PER_TOKEN = 24  # characters read per token: more than any tokenizer uses, far less than a corpus has
 

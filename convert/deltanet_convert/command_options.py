@@ -11,16 +11,18 @@ import inspect
 import re
 from collections.abc import Callable
 from types import NoneType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from typer.models import OptionInfo
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, did_you_mean
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 ASIDE: Any = Field(exclude=True)  # of an option that decides nothing about the result, or whose contents are recorded
 
@@ -81,6 +83,13 @@ def parse_tokens(value: str, option: str) -> int:
     return int(match[1]) * (1024 if match[2] else 1)
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name in `DTYPES`."""
+    import torch
+
+    return getattr(torch, name)
+
+
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """The parameter of a command for a field. One whose default help texts word themselves is None if not given."""
     option, default = _option(field), field.default
@@ -114,6 +123,9 @@ def _option(field: FieldInfo) -> OptionInfo:
 def _message(model: type[Options], error: ValidationError) -> str:
     """One line about the first value that is wrong: the option, the value, and what it may be."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "extra_forbidden":
+        unknown = str(first["loc"][0])
+        return f"{unknown}: unknown option{did_you_mean(unknown, model.model_fields)}"
     if not first["loc"] or first["loc"][0] not in model.model_fields:
         return str(first["msg"]).removeprefix("Value error, ")
     name = str(first["loc"][0])

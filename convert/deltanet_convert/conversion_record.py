@@ -83,4 +83,4 @@ def _place(source: Source, out: Path) -> dict[str, str]:
 
 
 def _option_facts(job: Job) -> dict[str, Any]:
-    return {**job.options.decisive(), "layers": job.options.layers, "deltanet": job.table.to_dict()}
+    return {**job.options.decisive(), "keep": job.options.keep, "deltanet": job.table.to_dict()}

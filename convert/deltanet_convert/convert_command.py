@@ -1,7 +1,7 @@
 """`deltanet-hf convert TEACHER OUT`.
 
 `prepare` opens the teacher, chooses what stays softmax and plans (`job.py`); the plan is printed; `convert` streams the
-layers, compares the result with the teacher and writes the folder (`convert.py`); its report is printed.
+layers, compares the result with the teacher and writes the folder (`conversion.py`); its report is printed.
 """
 
 import json
@@ -10,22 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-
-from deltanet_hf.publish import output_path
 
 from .command_options import takes
-from .convert import convert
-from .device import description
-from .export.obstacles import check_exportable
-from .job import prepare, sole_conversion
 from .options import ConvertOptions
-from .select.progress import shown_on
-from .select.run import unseen
-from .views import conversion_progress
-from .views.outlook import outlook
-from .views.plan_view import print_plan
-from .views.report_view import print_report
 
 
 @takes(ConvertOptions)
@@ -38,6 +25,21 @@ def convert_command(
     **values: Any,
 ) -> None:
     """Converts a softmax model."""
+    from rich.console import Console
+
+    from deltanet_hf.publish import output_path
+
+    from .conversion import convert
+    from .device import description
+    from .export.obstacles import check_exportable
+    from .job import prepare, sole_conversion
+    from .select.progress import shown_on
+    from .select.run import unseen
+    from .views import conversion_progress
+    from .views.outlook import outlook
+    from .views.plan_view import print_plan
+    from .views.report_view import print_report
+
     options = ConvertOptions(**ConvertOptions.given(values))
     console = Console(stderr=options.as_json)
     out = output_path(out)

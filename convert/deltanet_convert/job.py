@@ -18,7 +18,7 @@ from deltanet_hf.publish import Workspace, check_target
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
-from .layers_option import chosen_layers
+from .keep_option import chosen_layers
 from .options import ConvertOptions
 from .select.for_convert import selection_path
 from .select.run import Show, unseen
@@ -37,11 +37,11 @@ class Job:
     dtype: torch.dtype
     plan: Plan
     device: torch.device
-    selection: Selection | None = None  # what `--layers auto:...` chose
+    selection: Selection | None = None  # what a budget of `--keep` chose
 
 
 def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unseen) -> Job:
-    """Finds and checks the teacher and plans the conversion; `--layers auto:...` chooses the layers first.
+    """Finds and checks the teacher and plans the conversion; a budget of `--keep` is spent first.
 
     Nothing is written except the dequantised copy of a GGUF teacher and the file of an automatic selection.
 
@@ -63,7 +63,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     table = options.table_of(kept, opened.config)
     if not table.converted and not table.key_order:
         raise UserError(
-            f"--layers {options.layers}: keeps all {len(table)} layers; leave at least one to convert, or take "
+            f"--keep {options.keep}: keeps all {len(table)} layers; leave at least one to convert, or take "
             "--cache-bits 4, whose keys are measured"
         )
     # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.

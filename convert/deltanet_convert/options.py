@@ -6,44 +6,51 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import BeforeValidator, Field, model_validator
-from transformers import PreTrainedConfig
-from typer import Option
+from typer import Exit, Option
 
-from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind, LayerKind, recommended
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.layer.settings import MixerSettings
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.window import WindowAttention
-from deltanet_hf.models.far_positions import FarPositions, PositionKind
-from deltanet_hf.models.layers import LayerTable
-from deltanet_kernels.packed_cache.layout import takes_key_order
+from deltanet_hf.errors import UserError, did_you_mean
 
-from .calibration_text import FEWEST_TOKENS
-from .command_options import ASIDE, DTYPES, Options, parse_size, parse_tokens
-from .select.selection_file import Selection
+from .command_options import ASIDE, DTYPES, Options, parse_size, parse_tokens, torch_dtype
 
+if TYPE_CHECKING:  # the help of a command imports neither torch nor transformers
+    import torch
+    from transformers import PreTrainedConfig
+
+    from deltanet_hf.mixers import LayerKind
+    from deltanet_hf.mixers.layer.settings import MixerSettings
+    from deltanet_hf.models.layers import LayerTable
+
+    from .select.selection_file import Selection
+
+FEWEST_TOKENS = 64  # of calibration
 MOST_TOKENS = 10**9
 MOST_DIGITS = 9  # of a whole number in an option
-LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
-AUTO = "auto"  # the value of `--layers`, alone or with a budget, by which convert chooses what stays softmax
+HELP = "help"  # the value of `--set` that prints mixers and settings
+AUTO = "auto"  # the value of `--keep` that leaves the budget to the command
+BUDGET = re.compile(r"\d+(\.\d+)?\s*[A-Za-z%]*(@\w*)?")  # a number of units, a share, or bytes at a length
 DEFAULT_MIXER = "window"  # of the commands `convert` and `select`: ahead of a state in equal bytes (docs/results.md)
 
 
-def set_keys() -> str:
-    """The keys of `--set`, for the help text: those of every mixer with a state, then what single ones have."""
-    common = [field.name for field in fields(GatedDeltaNet.Settings)]
-    own = {
-        mixer: [field.name for field in fields(kind.Settings) if field.name not in common]
-        for mixer, kind in MIXERS.items()
-        if mixer != MixedHeads.name
-    }
-    single = (f"{', '.join(names)} ({mixer})" for mixer, names in own.items() if names)
-    return f"{', '.join(common)}; {'; '.join(single)}"
+def keep_of_layers(layers: str) -> str:
+    """What `--keep` says for a value of `--layers`, its earlier form."""
+    if layers == "all":
+        return "none"
+    return re.sub("^keep:", "layers:", layers.removeprefix(f"{AUTO}:"))
+
+
+def settings_help(changes: list[str] | None) -> list[str] | None:
+    """The values of `--set`; with `help` among them, mixers and settings are printed and the command ends."""
+    if HELP in (changes or ()):
+        from rich.console import Console
+
+        from .views.settings_view import print_settings
+
+        print_settings(Console())
+        raise Exit
+    return changes
 
 
 class ConvertOptions(Options):
@@ -61,27 +68,24 @@ class ConvertOptions(Options):
         Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch"),
         ASIDE,
     ] = None
-    layers: Annotated[
+    keep: Annotated[
         str,
         Option(
-            help="Layers to convert. `auto`: key/value heads keep softmax attention, and layers get windows, by a plan "
-            "for a ninth of the teacher's bytes, which is shipped for SmolLM2-135M and measured for others on a GPU; "
-            "without one, or where no windows can be planned (other mixers, 16 bits, layers that slide), a quarter of "
-            "the layers, or half of those that do not slide. `all`: convert every layer. `every:N`: layers N-1, 2N-1, "
-            "... keep softmax attention; `every:1` only measures keys, for 4 bits. `keep:3,7,11`: these layers keep "
-            "it. `auto:5%@16k` or `auto:40MB@32k`: as much of the cache at this length, spent on heads and windows as "
-            "`deltanet-hf select` does; `auto:25%` or `auto:7`: as many layers, measured; all slow without a GPU. "
-            "FILE: the layers, or key/value heads, that keep it, such as the file that `deltanet-hf select` writes.",
+            help="What keeps softmax attention to all tokens. `auto`: key/value heads, with windows elsewhere, for a "
+            "ninth of the teacher's cache; without a GPU, or where no windows can be planned, a quarter of the layers. "
+            "`5%@16k` or `40MB@32k`: as much of the cache at that length. `25%` or `7`: as many layers, measured. "
+            "`every:4`, `layers:3,7,11` or `none`: these layers. FILE: what `deltanet-hf select` wrote.",
             show_default="auto",
         ),
         ASIDE,
-    ] = "all"
+    ] = "none"
+    layers: Annotated[str | None, Option(hidden=True), ASIDE] = None  # the earlier form of `keep`, which it becomes
     mixer: Annotated[
         str,
         Option(
-            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`: the same attention to the last "
-            f"tokens only. Others: {', '.join(LISTED_MIXERS)}. `NAME+window` has a window and a state, for those that "
-            "have a state.",
+            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`: `gated_deltanet`, "
+            "`gated_deltanet+window` (a state and a window), `window` (the last tokens only), or another of `--set "
+            "help`; `NAME+window` exists for each that has a state.",
             show_default=False,
         ),
     ] = "gated_deltanet"
@@ -111,9 +115,11 @@ class ConvertOptions(Options):
         Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change one setting of the mixer, for example `rope=false`. Repeat the option for several. Keys of "
-            f"mixers with a state: {set_keys()}.",
+            help="Change one setting of the mixer, for example `rope=false`. Repeat the option for several; `--set "
+            "help` lists mixers and settings.",
             show_default=False,
+            callback=settings_help,
+            is_eager=True,
         ),
     ] = ()
     fit_memory: Annotated[
@@ -155,7 +161,7 @@ class ConvertOptions(Options):
         ),
     ] = None
     positions: Annotated[
-        PositionKind,
+        Literal["yarn", "nope", "cut"],
         Option(
             help="Positions of whole heads with --context. `yarn`: the teacher's, stretched (YaRN). `nope`: none, with "
             "scores that grow with the length; train such a model before use. `cut`: the teacher's, with longer "
@@ -197,25 +203,35 @@ class ConvertOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Windows but for what `auto` chooses, and 4 bits, where the layers can have them."""
+        """Windows but for what `auto` chooses, and 4 bits, where the layers can have them; `layers` as `keep`."""
+        layers = values.get("layers")
+        if layers is not None:
+            if "keep" in values:
+                raise UserError("--layers: is the earlier form of --keep; leave it out")
+            values = {**values, "layers": None, "keep": keep_of_layers(str(layers))}
         if values.get("pure") or values.get("profile") == "qwen3_5":  # whose layer has no window
             return values
+        from deltanet_hf.mixers import MIXERS, AttentionKind
+
         keeps_all_tokens = issubclass(MIXERS.get(values.get("mixer", ""), object), AttentionKind)
-        chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": AUTO, "cache_bits": 4}
+        chosen = {"keep": "none", "cache_bits": 16} if keeps_all_tokens else {"keep": AUTO, "cache_bits": 4}
         return {**chosen, "mixer": DEFAULT_MIXER, **values}
 
     @model_validator(mode="after")
     def _consistent(self) -> ConvertOptions:
         """Raises UserError for a mixer that does not exist, and for options that would change nothing."""
+        from deltanet_hf.mixers import MIXER_NAMES, MIXERS, unknown_mixer
+        from deltanet_hf.mixers.mixed_heads import MixedHeads
+
         if self.mixer == MixedHeads.name:
             raise UserError(
-                f"--mixer {self.mixer}: comes of a selection of key/value heads; give it as --layers FILE "
+                f"--mixer {self.mixer}: comes of a selection of key/value heads; give it as --keep FILE "
                 "(deltanet-hf select --unit kv_head), and the mixer of the other heads here"
             )
         if self.mixer not in MIXER_NAMES and self.mixer not in MIXERS:
-            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXER_NAMES)}")
-        if self.pure and self.model_fields_set & {"layers", "mixer"}:
-            raise UserError("--pure: converts all layers to gated_deltanet; leave out --layers and --mixer")
+            raise UserError(f"--{unknown_mixer(self.mixer)}")
+        if self.pure and self.model_fields_set & {"keep", "mixer"}:
+            raise UserError("--pure: converts all layers to gated_deltanet; leave out --keep and --mixer")
         if self.profile == "qwen3_5" and self.changes:
             raise UserError(f"--set {self.changes[0]}: --profile qwen3_5 fixes the settings; leave out one of the two")
         if not self.training and self.profile == "qwen3_5":
@@ -233,6 +249,8 @@ class ConvertOptions(Options):
 
     def for_heads_of(self, channels: int) -> ConvertOptions:
         """The options for a teacher with such heads: where they have no form in 4 bits, the default is 16."""
+        from deltanet_kernels.packed_cache.layout import takes_key_order
+
         if self.cache_bits != 4 or "cache_bits" in self.model_fields_set or takes_key_order(channels):
             return self
         return self.model_copy(update={"cache_bits": 16})
@@ -245,6 +263,8 @@ class ConvertOptions(Options):
             softmax: indices of the layers that keep the teacher's attention.
             teacher: see `recommended`.
         """
+        from deltanet_hf.models.layers import LayerTable
+
         kind, settings = self._kind(teacher)
         return self._completed(LayerTable.uniform(kind, settings, num_layers, set(softmax)), teacher)
 
@@ -261,14 +281,17 @@ class ConvertOptions(Options):
             UserError: the profile is for an export, which has heads of one kind in each layer, or the mixer is for
                 complete layers.
         """
+        from deltanet_hf.mixers import AttentionKind
+        from deltanet_hf.models.layers import LayerTable
+
         if issubclass(self._recommended()[0], AttentionKind):
             raise UserError(
-                f"--mixer {self.mixer}: keeps all tokens in every head, and --layers keeps single heads softmax; "
+                f"--mixer {self.mixer}: keeps all tokens in every head, and --keep keeps single heads softmax; "
                 "select whole layers (--unit layer)"
             )
         if self.profile == "qwen3_5":
             raise UserError(
-                "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "
+                "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --keep keeps single heads; "
                 "select whole layers (--unit layer), or leave the profile out"
             )
         kind, settings = self._kind(teacher)
@@ -279,6 +302,8 @@ class ConvertOptions(Options):
 
         The windows that a selection plans are those of the mixer, if it has windows and `--set` gives none.
         """
+        from .select.selection_file import Selection
+
         if not isinstance(kept, Selection):
             return self.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
         layers, heads = kept.num_hidden_layers, kept.num_key_value_heads
@@ -296,6 +321,8 @@ class ConvertOptions(Options):
         table = replace(table, cache_bits=self.cache_bits, key_order=ordered)
         if self.context is None or teacher is None:
             return table
+        from deltanet_hf.models.far_positions import FarPositions
+
         longest = int(teacher.max_position_embeddings)  # type: ignore[attr-defined]
         if self.context <= longest:
             raise UserError(
@@ -305,18 +332,23 @@ class ConvertOptions(Options):
 
     @property
     def automatic(self) -> bool:
-        """Whether `--layers auto` chooses what stays softmax."""
-        return self.layers.partition(":")[0] == AUTO
+        """Whether what keeps softmax attention is chosen by a budget."""
+        return self.keep == AUTO or BUDGET.fullmatch(self.keep) is not None
 
     @property
     def takes_windows(self) -> bool:
         """Whether a selection may decide how long windows are."""
+        from deltanet_hf.mixers import WINDOW_SUFFIX
+        from deltanet_hf.mixers.window import WindowAttention
+
         has_windows = self.mixer == WindowAttention.name or self.mixer.endswith(WINDOW_SUFFIX)
         return has_windows and not any(change.startswith("window=") for change in self.changes)
 
     @property
     def plans_windows(self) -> bool:
         """Whether a budget in bytes may: a plan has windows without states."""
+        from deltanet_hf.mixers.window import WindowAttention
+
         return self.mixer == WindowAttention.name and self.takes_windows
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
@@ -335,6 +367,8 @@ class ConvertOptions(Options):
         return kind, settings
 
     def _recommended(self, teacher: PreTrainedConfig | None = None) -> tuple[type[LayerKind], MixerSettings]:
+        from deltanet_hf.mixers import recommended
+
         try:
             return recommended(self.mixer, self.profile, self.training, teacher)
         except ValueError as error:
@@ -342,10 +376,10 @@ class ConvertOptions(Options):
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        return DTYPES[self.dtype] if self.dtype else None
+        return torch_dtype(self.dtype) if self.dtype else None
 
     def decisive(self) -> dict[str, Any]:
-        """The options that affect the result, as JSON values; conversion_record.py records layers and text itself."""
+        """The options that affect the result, as JSON values; conversion_record.py records `keep` and text itself."""
         values = self.model_dump() | {"changes": changed_settings(self.changes, self._recommended()[1])}
         return {"set" if name == "changes" else name: value for name, value in values.items()}
 
@@ -369,7 +403,7 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
         if not known:
             raise UserError(f"--set {entry}: layers of this --mixer have no settings; leave it out")
         if key not in known:
-            raise UserError(f"--set {entry}: unknown key '{key}'; the keys are {', '.join(known)}")
+            raise UserError(f"--set {entry}: unknown key '{key}'{did_you_mean(key, known)}; --set help lists the keys")
         if key in changes:
             raise UserError(f"--set {entry}: {key} is set twice; give each key once")
         if text in ("true", "false"):

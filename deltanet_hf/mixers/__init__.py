@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from deltanet_hf.errors import did_you_mean
 from deltanet_hf.mixers.alibi import LinearBiasAttention
 from deltanet_hf.mixers.attention.attention_kind import AttentionKind
 from deltanet_hf.mixers.comba import Comba
@@ -74,6 +75,15 @@ FLOAT32_NAMES = tuple(sorted({name for kind in MIXERS.values() for name in kind.
 """Last names of the parameters that are float32 whatever the model's dtype."""
 
 
+def unknown_mixer(name: str) -> str:
+    """The message about a mixer that does not exist."""
+    names = [known for known in MIXER_NAMES if WINDOW_SUFFIX not in known]
+    return (
+        f"mixer: got {name!r}{did_you_mean(name, MIXER_NAMES)}; expected one of {', '.join(names)}, or "
+        f"NAME{WINDOW_SUFFIX} for one that has a state"
+    )
+
+
 def recommended(
     name: str, profile: str = "faithful", training: bool = True, teacher: PreTrainedConfig | None = None
 ) -> tuple[type[LayerKind], MixerSettings]:
@@ -87,7 +97,7 @@ def recommended(
         ValueError: an unknown name or profile, or a window in a profile that has none.
     """
     if name not in MIXER_NAMES and name not in MIXERS:
-        raise ValueError(f"mixer: got {name!r}, expected one of {', '.join(MIXER_NAMES)}")
+        raise ValueError(unknown_mixer(name))
     kind = MIXERS[name.removesuffix(WINDOW_SUFFIX)]
     settings = kind.default_settings(profile, training)
     if teacher is not None and profile == "faithful" and isinstance(settings, MixerProjections):
@@ -110,4 +120,5 @@ __all__ = [
     "LayerKind",
     "Mixer",
     "recommended",
+    "unknown_mixer",
 ]

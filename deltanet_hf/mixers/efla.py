@@ -37,7 +37,7 @@ LONGEST = 1e30  # |k|^2 above it counts as this much: float32 reaches 3e38
 class EflaSettings(MixerProjections):
     """Settings of EFLA."""
 
-    flow_step: FlowStep = "exact"
+    flow_step: FlowStep = "exact"  # how the flow of a token is integrated
 
     def validate(self, where: str) -> None:
         super().validate(where)

@@ -1,17 +1,18 @@
 """What transformers' Auto classes make of a converted model: AutoModelForCausalLM loads it, all others say so.
 
 Otherwise they end with a list of all configurations, and pipelines take the causal model for one of embeddings or
-classes.
+classes. The module registers this when it is imported.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.models.configurations import config_classes
 
 
 class NoOtherHead:
@@ -29,10 +30,8 @@ class NoOtherHead:
     _from_config = from_pretrained
 
 
-def register(config_class: Any) -> None:
-    """Register a converted family's configuration with AutoConfig, and what is no causal model of it elsewhere."""
-    AutoConfig.register(config_class.model_type, config_class)
-    for auto in vars(modeling_auto).values():
-        maps = isinstance(auto, type) and getattr(auto, "_model_mapping", None) is not None
-        if maps and auto is not AutoModelForCausalLM:
-            auto.register(config_class, NoOtherHead, exist_ok=True)
+for _config_class in config_classes():
+    for _auto in vars(modeling_auto).values():
+        _maps = isinstance(_auto, type) and getattr(_auto, "_model_mapping", None) is not None
+        if _maps and _auto is not modeling_auto.AutoModelForCausalLM:
+            _auto.register(_config_class, NoOtherHead, exist_ok=True)

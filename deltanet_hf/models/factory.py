@@ -3,14 +3,12 @@
 Weight names stay the teacher's, except inside the converted layers' `self_attn`. The saved `model_type` is
 `deltanet_<family>`, so that a library without this plugin refuses the folder instead of running softmax attention.
 
-A family's modelling code is imported when its first configuration is made, not before: `import deltanet_hf` registers
-the configurations only.
+A family's modelling code is imported when its first configuration (`configurations.py`) is made, not before.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -18,80 +16,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers import FLOAT32_NAMES
-from deltanet_hf.models import auto_classes
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import add_key_order, use_cache_bits
-from deltanet_hf.models.families import FAMILIES, Family, caps_scores
+from deltanet_hf.models.configurations import config_class
+from deltanet_hf.models.families import FAMILIES, caps_scores
 from deltanet_hf.models.far_positions import place_positions
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.models.peft_defaults import register_peft_defaults
-from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim, write_shim
+from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim
 from deltanet_hf.models.start_values import initialize
 from deltanet_hf.models.stateful import Stateful, announce
-
-
-def _tensor_parallel_plan(plan: dict[str, str] | None, softmax: list[int]) -> dict[str, str] | None:
-    """The teacher's plan for the layers in `softmax`; it would shard the others' projections by the wrong heads."""
-    if plan is None:
-        return None
-    rewritten: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if pattern.startswith("layers.*.self_attn."):
-            rewritten |= {pattern.replace("*", str(i), 1): style for i in softmax}
-        else:
-            rewritten[pattern] = style
-    return rewritten
-
-
-@functools.cache
-def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """The configuration class of a converted family, by the teacher's `model_type`."""
-    family = FAMILIES[model_type]
-    base = family.config_class
-
-    def __post_init__(self: Any, **kwargs: Any) -> None:
-        base.__post_init__(self, **kwargs)
-        if self.deltanet is None:
-            self.deltanet = LayerTable.preset(self.num_hidden_layers, teacher=self).to_dict()
-        self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, LayerTable.of(self).softmax)
-        model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
-
-    def from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        if not config_dict.get("deltanet") and not kwargs.get("deltanet"):
-            raise ValueError(
-                "deltanet: missing key in config.json, which says what the layers are; copy config.json of the "
-                "converted model again, or convert again"
-            )
-        return base.from_dict.__func__(cls, config_dict, **kwargs)  # type: ignore[attr-defined]
-
-    def to_dict(self: Any) -> dict[str, Any]:
-        register_peft_defaults()
-        return base.to_dict(self)
-
-    def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        self.auto_map = write_shim(save_directory, type(self).__name__, _model_name(family))
-        base.save_pretrained(self, save_directory, *args, **kwargs)
-
-    name = f"DeltaNet{base.__name__}"
-    namespace = {
-        "__module__": __name__,
-        "__qualname__": name,
-        "__doc__": f"{base.__name__} with a `deltanet` entry (`LayerTable`): which kind of layer stands where.",
-        "__annotations__": {"deltanet": dict | None},
-        "deltanet": None,
-        "model_type": family.converted_model_type,
-        "__post_init__": __post_init__,
-        "from_dict": classmethod(from_dict),  # type: ignore[arg-type]
-        "to_dict": to_dict,
-        "save_pretrained": save_pretrained,
-        "register_for_auto_class": no_code_beside_the_shim,
-    }
-    return type(name, (base,), namespace)
-
-
-def _model_name(family: Family) -> str:
-    return f"DeltaNet{family.model_name}"
 
 
 @functools.cache
@@ -120,7 +54,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
     def can_set_experts_implementation(cls: Any) -> bool:  # transformers looks into the file of a class
         return bool(base._can_set_experts_implementation())
 
-    name = _model_name(family)
+    name = family.converted_model_name
     namespace = {
         "__module__": __name__,
         "__qualname__": name,
@@ -146,17 +80,11 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
 def __getattr__(name: str) -> Any:
     """The made classes by name, for pickling and for the `trust_remote_code` shim."""
     for model_type, family in FAMILIES.items():
-        if name == _model_name(family):
+        if name == family.converted_model_name:
             return model_class(model_type)
         if name == f"DeltaNet{family.config_name}":
             return config_class(model_type)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def register() -> None:
-    """Register the configuration of every family with transformers' Auto classes."""
-    for model_type in FAMILIES:
-        auto_classes.register(config_class(model_type))
 
 
 def converted_config(teacher: PreTrainedConfig, table: LayerTable) -> PreTrainedConfig:
@@ -168,4 +96,4 @@ def converted_config(teacher: PreTrainedConfig, table: LayerTable) -> PreTrained
         values.pop(key, None)
     family = FAMILIES[teacher.model_type]
     made: Any = config_class(teacher.model_type)
-    return made(**values, architectures=[_model_name(family)], deltanet=table.to_dict())
+    return made(**values, architectures=[family.converted_model_name], deltanet=table.to_dict())

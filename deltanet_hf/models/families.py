@@ -10,9 +10,13 @@ own constructor builds. `tests/plugin` and `tests/convert` run over every row of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # whose import is that of the Auto classes, see configurations.py
 
 PREFIX = "deltanet_"
 
@@ -29,6 +33,11 @@ class Family:
     def converted_model_type(self) -> str:
         """`model_type` of a converted model; never the teacher's, which would load as plain softmax."""
         return PREFIX + self.model_type
+
+    @property
+    def converted_model_name(self) -> str:
+        """Class of a converted model."""
+        return f"DeltaNet{self.model_name}"
 
     @property
     def config_class(self) -> type[PreTrainedConfig]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import transformers
 from packaging.version import Version
 
-from deltanet_hf.version import __version__
+from deltanet_hf.version import __version__, install_command
 
 SHIM_NAME = "deltanet_shim"
 
@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "deltanet_hf":
         raise
     raise ImportError(
-        "This model needs the package deltanet-hf: run `pip install deltanet-hf=={version}`, then load it again."
+        "This model needs deltanet-hf {version} or later: run `{install}`, then load it again."
     ) from error
 '''
 
@@ -36,7 +36,7 @@ def check_version(written_by: str) -> None:
     if Version(__version__) < Version(written_by):
         raise ImportError(
             f"This model was written by deltanet-hf {written_by}, and {__version__} is installed: run "
-            f"`pip install --upgrade 'deltanet-hf>={written_by}'`, then load it again."
+            f"`{install_command()} --upgrade`, then load it again."
         )
 
 
@@ -57,7 +57,8 @@ def write_shim(folder: str | Path, config_name: str, model_name: str, module: st
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shim = _SHIM.format(version=__version__, config_name=config_name, model_name=model_name, module=module)
+    names = {"config_name": config_name, "model_name": model_name, "module": module}
+    shim = _SHIM.format(version=__version__, install=install_command(), **names)
     (folder / f"{SHIM_NAME}.py").write_text(shim)
     return {"AutoConfig": f"{SHIM_NAME}.{config_name}", "AutoModelForCausalLM": f"{SHIM_NAME}.{model_name}"}
 

@@ -12,7 +12,7 @@ from deltanet_hf.models.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = (*(f"DeltaNet{family.model_name}" for family in FAMILIES.values()), qwen3_5.MODEL_NAME)
+ARCHITECTURES = (*(family.converted_model_name for family in FAMILIES.values()), qwen3_5.MODEL_NAME)
 
 
 def register() -> None:

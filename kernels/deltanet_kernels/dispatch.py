@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
@@ -46,7 +46,11 @@ class Operator(Generic[P, C, R]):
         self.call, self.check, self.cpu = call, check, cpu
         self._import = triton
         self._form: Callable[[C], R] | None = None  # once imported
-        self.__name__, self.__doc__, self.__signature__ = name, call.__doc__, inspect.signature(call)
+        self.__name__, self.__doc__, self.__signature__ = name, call.__doc__, _signature(call, cpu)
+
+    def __repr__(self) -> str:
+        """The signature, which `help` then shows."""
+        return f"{self.__name__}{self.__signature__}"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         call = self.call(*args, **kwargs)
@@ -76,6 +80,14 @@ class Operator(Generic[P, C, R]):
         if not torch.compiler.is_compiling():
             self._form = form
         return form
+
+
+def _signature(call: Callable[..., Any], form: Callable[..., Any]) -> inspect.Signature:
+    """The arguments of a call's class and the result of a form, with resolved types."""
+    kinds, returned = get_type_hints(call), get_type_hints(form)["return"]
+    bare = inspect.signature(call)
+    arguments = [argument.replace(annotation=kinds[name]) for name, argument in bare.parameters.items()]
+    return bare.replace(parameters=arguments, return_annotation=returned)
 
 
 @cached

@@ -9,11 +9,17 @@ from typing import Annotated
 import typer
 
 RecipeArgument = Annotated[
-    Path, typer.Argument(help="YAML file, or the name of a shipped recipe (`deltanet-hf recipes` lists them).")
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="YAML file, or the name of a shipped recipe (`deltanet-hf recipes` lists them)."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Values that replace those of the recipe: stages.distil.tokens=1000000 output=runs/b"),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Values that replace those of the recipe: stages.distil.tokens=1000000 output=runs/b",
+    ),
 ]
 
 
@@ -34,8 +40,20 @@ def align(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     _run(recipe, overrides, ("align",))
 
 
-def distill(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+def distill(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what is trained, memory and time of each stage, and stop.")
+    ] = False,
+) -> None:
     """Run all stages of a recipe. After an interruption, the same command continues the run."""
+    if dry_run:
+        from deltanet_recipes.config import load_recipe
+        from deltanet_recipes.training.pipeline import show_run
+
+        show_run(load_recipe(recipe, overrides or ()))
+        return
     _run(recipe, overrides, None)
 
 

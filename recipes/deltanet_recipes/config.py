@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from deltanet_hf.data.text_files import plain_suffix, text_format
-from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.errors import UserError, did_you_mean, one_line
 from deltanet_recipes.schema import DistilBase, Recipe, stage_name
-from deltanet_recipes.schema_sections import Data
+from deltanet_recipes.schema_sections import Data, Strict
 from deltanet_recipes.shipped import recipe_path
 
 
@@ -82,10 +82,12 @@ def _position(node: Any, part: str, key: str, parent: str) -> Any:
     if isinstance(node, list):
         if part.isdecimal() and int(part) < len(node):
             return int(part)
-        for index, item in enumerate(node):
-            if isinstance(item, dict) and part in (item.get("name"), item.get("kind")):
+        names = [{item.get("name"), item.get("kind")} if isinstance(item, dict) else set() for item in node]
+        for index, found in enumerate(names):
+            if part in found or (part == "distill" and "distil" in found):  # as the command is called
                 return index
-        raise UserError(f"override {key}: {parent} has no element {part!r}")
+        known = ", ".join(sorted(name for found in names for name in found if name)) or f"numbers below {len(node)}"
+        raise UserError(f"override {key}: {parent} has no element {part!r}; it has {known}")
     raise UserError(f"override {key}: {parent} is a value, not a section")
 
 
@@ -97,11 +99,17 @@ def _describe(path: Path, error: ValidationError) -> str:
         where = ".".join(str(part) for part in problem["loc"] if part not in kinds) or "recipe"
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            message = "unknown key; docs/training.md lists the keys"
+            meant = did_you_mean(str(problem["loc"][-1]), _keys(Strict))
+            message = f"unknown key{meant}; docs/recipe-keys.md lists the keys"
         elif problem["type"] == "missing":
             message = "this key is required"
         lines.append(f"{path}: {where}: {message}")
     return "\n".join(lines)
+
+
+def _keys(section: type[BaseModel]) -> set[str]:
+    """The keys of a section and of all that derive from it."""
+    return set(section.model_fields).union(*map(_keys, section.__subclasses__()))
 
 
 def _check_files(path: Path, recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).parent / "yaml"
 
@@ -30,7 +30,8 @@ def recipe_path(recipe: str | Path) -> Path:
         return path
     shipped = shipped_recipes()
     if str(recipe) not in shipped:
-        raise UserError(f"{recipe}: no such recipe; give the path of a YAML file, or one of {', '.join(shipped)}")
+        known = f"give the path of a YAML file, or one of {', '.join(shipped)}"
+        raise UserError(f"{recipe}: no such recipe{did_you_mean(str(recipe), shipped)}; {known}")
     return shipped[str(recipe)]
 
 

@@ -142,7 +142,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"mixer": "deltaproduct", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but deltaproduct has only faithful"),
     ({"mixer": "window", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but window has only faithful"),
     ({"mixer": "window", "changes": ("window=0",)}, "^--set: window: got 0, expected a whole number of at least 1"),
-    ({"mixer": "mamba"}, "^--mixer: got 'mamba', expected one of gated_deltanet, deltaproduct, linear, retention"),
+    ({"mixer": "mamba"}, "^--mixer: got 'mamba'; expected one of gated_deltanet, deltaproduct, linear, retention"),
     ({"profile": "native"}, "^--profile: got 'native', expected one of faithful, qwen3_5"),
     ({"profile": "qwen3_5", "changes": ("rope=true",)}, "^--set rope=true: --profile qwen3_5 fixes the settings"),
     ({"profile": "qwen3_5", "training": False}, "^--no-training: --profile qwen3_5 fixes the settings"),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from deltanet_convert.start import START, copy_weights
 from deltanet_convert.views import conversion_progress
 from deltanet_convert.views.outlook import outlook
+from deltanet_hf.version import install_command
 from deltanet_recipes.cli import main
 from deltanet_recipes.config import read_recipe
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
@@ -141,12 +142,19 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    assert typed(monkeypatch, teacher, tmp_path / "out", "--dry-run", "--layers", "every:2") == 0
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--dry-run", "--keep", "every:2") == 0
     printed = capsys.readouterr().out
     assert "stays softmax" in printed
     assert re.search(r"│ +128 │", printed)  # the teacher's positions
     assert "1,024" not in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_settings_are_listed_without_a_teacher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, "--set", "help") == 0
+    assert re.search(r"^allow_neg_eigval +true, false +write strengths up to 2", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_json_is_all_that_stdout_holds(
@@ -163,7 +171,7 @@ def test_json_is_all_that_stdout_holds(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--layers", "keep:9"],
+        ["--keep", "layers:9"],
         ["--profile", "other", "--pure"],
         ["--dtype", "int4", "--pure"],
         ["--shard-size", "many", "--pure"],
@@ -238,5 +246,5 @@ def test_parquet_without_its_package_names_the_extra(
     (tmp_path / "text.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # importing it raises ModuleNotFoundError
     assert typed(monkeypatch, teacher, tmp_path / "out", "--pure", "--text", tmp_path / "text.parquet") == 2
-    assert capsys.readouterr().err == "error: pyarrow is not installed; run pip install 'deltanet-hf[train]'\n"
+    assert capsys.readouterr().err == f"error: pyarrow is not installed; run {install_command('train')}\n"
     assert not (tmp_path / "out").exists()

@@ -75,14 +75,14 @@ def test_pure_converts_every_layer_to_the_state_alone(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pure": True, "layers": "every:2"}, "--pure: converts all layers to gated_deltanet; leave out --layers"),
+        ({"pure": True, "layers": "every:2"}, "--pure: converts all layers to gated_deltanet; leave out --keep"),
         ({"pure": True, "layers": "all"}, "--pure: "),
         ({"pure": True, "mixer": "window"}, "--pure: "),
         (
             {"profile": "qwen3_5", "mixer": "gated_deltanet+window"},
             "--profile: got 'qwen3_5', whose layer has no window; take the mixer gated_deltanet",
         ),
-        ({"layers": "automatic"}, "--layers: got 'automatic', expected all, every:N"),
+        ({"layers": "automatic"}, "--keep: got 'automatic', expected 5%@16k, 25%, 7, every:N"),
     ],
 )
 def test_contradictions_are_one_line(teacher: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -158,8 +158,8 @@ def test_a_teacher_that_cannot_be_measured_is_refused_with_what_convert_can_do(t
     teacher = teacher_folder(tmp_path / "teacher", "llama", max_position_embeddings=40)  # too short for a question
     with pytest.raises(UserError) as caught:
         tiny_job(teacher, tmp_path / "out", layers="auto:2", mixer="window")
-    assert str(caught.value).startswith("--layers auto:2: --window 64: with 4 sinks it shows all 40 tokens of a probe;")
-    assert str(caught.value).endswith("or spread the softmax layers evenly with --layers every:4")
+    assert str(caught.value).startswith("--keep 2: --window 64: with 4 sinks it shows all 40 tokens of a probe;")
+    assert str(caught.value).endswith("or spread the softmax layers evenly with --keep every:4")
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher", "text.txt"]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.calibration_text import tokenise
-from deltanet_convert.convert import convert
+from deltanet_convert.conversion import convert
 from deltanet_convert.convert_command import convert_command
 from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions

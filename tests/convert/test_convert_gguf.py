@@ -23,6 +23,7 @@ from deltanet_convert.storage.gguf_teacher import GgufTeacher
 from deltanet_convert.storage.safetensors_folder import Checkpoint
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
+from deltanet_hf.version import install_command
 from deltanet_recipes.cli import main
 from support.tiny_conversion import quick_start, tiny_conversion
 from support.tiny_gguf import write_gguf
@@ -251,7 +252,7 @@ def test_damaged_gguf_file(tmp_path: Path, content: bytes) -> None:
 
 def test_copy_is_removed_after_an_error(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    with pytest.raises(UserError, match="--layers"), sole_conversion(tmp_path / "out"):
+    with pytest.raises(UserError, match="--keep"), sole_conversion(tmp_path / "out"):
         prepare(str(tmp_path / "tiny.gguf"), tmp_path / "out", ConvertOptions(layers="keep:7"))
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]
 
@@ -265,5 +266,5 @@ def test_missing_package_is_named_with_its_extra(
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: gguf is not installed; run pip install 'deltanet-hf[gguf]'\n"
+    assert capsys.readouterr().err == f"error: gguf is not installed; run {install_command('gguf')}\n"
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from deltanet_convert.command_options import parse_size
-from deltanet_convert.layers_option import softmax_layers
+from deltanet_convert.keep_option import softmax_layers
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.views.settings_view import meanings, own_keys, print_settings
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.layer.settings import MixerSettings
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 
 @pytest.mark.parametrize(
     ("spec", "kept"),
     [
-        ("all", ()),
+        ("none", ()),
         ("every:4", (3, 7, 11)),
         ("every:12", (11,)),
         ("every:1", tuple(range(12))),
-        ("keep:3,7,11", (3, 7, 11)),
-        ("keep:11, 0", (0, 11)),
+        ("layers:3,7,11", (3, 7, 11)),
+        ("layers:11, 0", (0, 11)),
     ],
 )
 def test_layers_that_stay_softmax(spec: str, kept: tuple[int, ...]) -> None:
@@ -41,20 +48,20 @@ def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
         ("every:²", "at least 1"),
         pytest.param(f"every:{'9' * 5000}", "at least 1", id="every:9..."),
         ("every:7", "keeps none of the 6 layers"),
-        ("keep:6", "layer 6 does not exist; the teacher has layers 0 to 5"),
-        ("keep:-1", "layer -1 does not exist"),
-        ("keep:2,2", "layer 2 is listed twice"),
-        ("keep:", "lists no layer"),
-        ("keep:1.5", "'1.5' is not a layer index"),
+        ("layers:6", "layer 6 does not exist; the teacher has layers 0 to 5"),
+        ("layers:-1", "layer -1 does not exist"),
+        ("layers:2,2", "layer 2 is listed twice"),
+        ("layers:", "lists no layer"),
+        ("layers:1.5", "'1.5' is not a layer index"),
         pytest.param("some" * 1000, "or an existing file", id="long"),
         ("~nobody-of-this-name/x", "or an existing file"),
-        ("some", "expected all, every:N, keep:3,7,11, auto:5%@16k, auto:25% or an existing file"),
+        ("some", "expected 5%@16k, 25%, 7, every:N, layers:3,7,11, none or an existing file"),
     ],
 )
 def test_refused_layers(spec: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         softmax_layers(spec, 6)
-    assert "--layers" in str(caught.value)
+    assert "--keep" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -121,11 +128,58 @@ def test_refused_values_name_the_option(changes: dict, option: str) -> None:
         ({}, ("auto", "window", 4)),
         ({"mixer": "gated_deltanet"}, ("auto", "gated_deltanet", 4)),
         ({"layers": "every:2", "cache_bits": 16}, ("every:2", "window", 16)),
-        ({"mixer": "fox"}, ("all", "fox", 16)),
-        ({"pure": True}, ("all", "gated_deltanet", 16)),
-        ({"profile": "qwen3_5"}, ("all", "gated_deltanet", 16)),
+        ({"mixer": "fox"}, ("none", "fox", 16)),
+        ({"pure": True}, ("none", "gated_deltanet", 16)),
+        ({"profile": "qwen3_5"}, ("none", "gated_deltanet", 16)),
     ],
 )
 def test_defaults_are_those_of_the_command(given: dict, wanted: tuple[str, str, int]) -> None:
     options = ConvertOptions(**given)
-    assert (options.layers, options.mixer, options.cache_bits) == wanted
+    assert (options.keep, options.mixer, options.cache_bits) == wanted
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep", "automatic"),
+    [
+        ("auto", "auto", True),
+        ("auto:5%@16k", "5%@16k", True),
+        ("auto:7", "7", True),
+        ("all", "none", False),
+        ("every:4", "every:4", False),
+        ("keep:3,7", "layers:3,7", False),
+        ("7.json", "7.json", False),
+    ],
+)
+def test_the_earlier_form_of_keep(layers: str, keep: str, automatic: bool) -> None:
+    typed = ConvertOptions(layers=layers)
+    assert (typed.keep, typed.automatic) == (keep, automatic)
+    assert typed == ConvertOptions(keep=keep)
+    with pytest.raises(UserError, match=r"^--layers: is the earlier form of --keep"):
+        ConvertOptions(layers=layers, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mixer": "gdn"}, "--mixer: got 'gdn', did you mean gated_deltanet?; expected one of gated_deltanet, "),
+        ({"mixer": "windows"}, "--mixer: got 'windows', did you mean window?; "),
+        ({"mixer": "?"}, "--mixer: got '?'; expected one of "),
+        ({"changes": ("ropes=true",)}, "--set ropes=true: unknown key 'ropes', did you mean rope?; --set help lists "),
+    ],
+)
+def test_what_was_meant(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ConvertOptions(**options)
+    assert str(caught.value).startswith(said)
+    assert "gated_deltanet+window" not in str(caught.value)  # NAME+window stands for all
+
+
+def test_every_setting_has_a_meaning() -> None:
+    shown = io.StringIO()
+    print_settings(Console(file=shown, width=200))
+    for kind in MIXERS.values():
+        for settings in kind.Settings.__mro__:
+            if issubclass(settings, MixerSettings):
+                keys = [key for key in own_keys(settings) if kind is not MixedHeads]
+                assert [key for key in keys if key not in meanings(settings)] == []
+                assert [key for key in keys if f"\n{key} " not in shown.getvalue()] == []

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deltanet_convert.command_options import DTYPES
+from deltanet_convert.command_options import DTYPES, torch_dtype
 from deltanet_convert.export import gguf, runtime_check
 from deltanet_convert.export.comparison import Comparison
 from deltanet_convert.export.export_command import export_command
@@ -210,7 +210,7 @@ def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
     export_command(str(opened.folder), out, style="gguf", dtype=dtype)
     assert [path.name for path in tmp_path.glob(".*")] == []
     reference = Reference.load(opened, torch.float32, None)
-    (found,) = compare_modes(reference, LlamaCpp, out, "llama.cpp", DTYPES.get(dtype))
+    (found,) = compare_modes(reference, LlamaCpp, out, "llama.cpp", torch_dtype(dtype) if dtype in DTYPES else None)
     if dtype == "q8_0":  # eight bits per weight: the differences are large, but those of a wrong rewrite are larger
         assert 0 < found.mean < 0.2
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltanet_convert import convert as convert_module
+from deltanet_convert import conversion as convert_module
 from deltanet_convert import output_files, teacher_model
 from deltanet_convert.activations import Activations
 from deltanet_convert.export import stream_export

@@ -119,7 +119,7 @@ def test_another_planned_window_cannot_resume(teacher: Path, tmp_path: Path) -> 
     stopped(teacher, out, **plan(33))
     with pytest.raises(UserError, match=r"another options\.table\.kinds\.local_33 \(\{.*'window': 33.*, now None\)"):
         tiny_conversion(teacher, out, **plan(65), resume=True)
-    assert tiny_conversion(teacher, out, **plan(33), resume=True)["options"]["layers"] == str(file)
+    assert tiny_conversion(teacher, out, **plan(33), resume=True)["options"]["keep"] == str(file)
 
 
 def test_other_teacher_cannot_resume(teacher: Path, interrupted: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_whole_layers_can_have_an_order_alone(tmp_path: Path) -> None:
     }
     assert not torch.equal(model(IDS).logits, even(IDS).logits)
     assert torch.equal(set_cache_bits(model, 16)(IDS).logits, set_cache_bits(even, 16)(IDS).logits)
-    with pytest.raises(UserError, match=r"--layers every:1: keeps all 4 layers; leave at least one .* --cache-bits 4"):
+    with pytest.raises(UserError, match=r"--keep every:1: keeps all 4 layers; leave at least one .* --cache-bits 4"):
         tiny_conversion(teacher, tmp_path / "other", mixer="window", layers="every:1")
 
 

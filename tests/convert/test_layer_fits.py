@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deltanet_convert import output_files
-from deltanet_convert.convert import convert
+from deltanet_convert.conversion import convert
 from deltanet_convert.memory_estimate import ConversionMemory
 from deltanet_convert.start import START, fitted, turns
 from deltanet_convert.start.turns import others_may_run, own_turn

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from deltanet_convert.layers_option import file_selection
+from deltanet_convert.keep_option import file_selection
 from deltanet_convert.select import allocation, for_convert, objectives, probes, read_selection, run
 from deltanet_convert.select.allocation import PATIENCE, Allocation, _Measure, best_of, is_done, sharing_copy
 from deltanet_convert.select.budget import Budget
@@ -160,7 +160,7 @@ def test_the_teacher_itself_is_an_answer(far: Path, tmp_path: Path) -> None:
     whole = sizes_of(far).total(Candidates.of(opened(far).config, "kv_head").units, [SHORTEST] * 4)
     enough, less = f"{-(-whole // 1000)}KB@512", f"{whole // 1000 - 1}KB@512"
     for mixer in ("window", "gated_deltanet+window"):
-        with pytest.raises(UserError, match=r"in 4 bits, .* keep every layer: .* convert TEACHER OUT --layers every:1"):
+        with pytest.raises(UserError, match=r"in 4 bits, .* keep every layer: .* convert TEACHER OUT --keep every:1"):
             tiny_task(far, enough, mixer=mixer)
     tiny_task(far, less)
     tiny_task(far, enough, cache_bits=16)
@@ -263,7 +263,7 @@ def test_convert_plans_windows(far: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert tiny_conversion(far, out, **options, resume=True) == report
     with pytest.raises(UserError, match="leave out --set window"):
         tiny_job(far, tmp_path / "other", **options, changes=("window=65",))
-    with pytest.raises(UserError, match="--layers auto:90%@512: holds the teacher's own cache"):
+    with pytest.raises(UserError, match="--keep 90%@512: holds the teacher's own cache"):
         tiny_job(far, tmp_path / "other", **{**options, "layers": "auto:90%@512"})
 
 

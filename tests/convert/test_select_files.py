@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltanet_convert.layers_option import file_selection
+from deltanet_convert.keep_option import file_selection
 from deltanet_convert.select import Selection, probes, read_selection
-from deltanet_convert.select.budget import Budget
+from deltanet_convert.select.budget import USUAL_SHARE, Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.for_convert import SHAPES
@@ -96,6 +96,21 @@ WRONG_BUDGETS: list[tuple[str, str]] = [
     ("1GB@2048", "holds the teacher's own cache in 16 bits, 47.2 MB"),
     ("0%@2048", "too few bytes; the smallest budget is --keep 5850KB@2048"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "unit"),
+    [
+        ({}, USUAL_SHARE, "kv_head"),  # heads and windows
+        ({"unit": "layer"}, USUAL_SHARE, "layer"),
+        ({"cache_bits": 16}, "1", "layer"),  # of four layers
+        ({"mixer": "gated_deltanet"}, "1", "layer"),
+        ({"method": "uniform", "unit": "kv_head"}, "2", "kv_head"),  # of eight heads
+    ],
+)
+def test_the_usual_budget_is_that_of_convert(far: Path, options: dict[str, Any], text: str, unit: str) -> None:
+    task = tiny_task(far, "auto", **options)
+    assert (task.budget.text, task.options.unit) == (text, unit)
 
 
 def test_budgets_that_make_no_sense_are_refused() -> None:

@@ -17,36 +17,36 @@ from deltanet_recipes.config import read_recipe
 from measuring.study.made_by import commands, conversion, flags, training
 
 RECIPE = "smollm2-135m-4bit-10m"
-DEFAULT = "deltanet-hf convert T student --layers keep:1,3 --mixer gated_deltanet+window --cache-bits 16"
+DEFAULT = "deltanet-hf convert T student --keep layers:1,3 --mixer gated_deltanet+window --cache-bits 16"
 
 
 def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
     """The record of a conversion of four layers with these options."""
     options = ConvertOptions(**{"layers": "auto", "mixer": "gated_deltanet+window", "cache_bits": 16, **given})
-    record = {**options.decisive(), "layers": options.layers, "deltanet": options.table(4, (1, 3)).to_dict()}
+    record = {**options.decisive(), "keep": options.keep, "deltanet": options.table(4, (1, 3)).to_dict()}
     return json.loads(json.dumps({"teacher": {"name": "T"}, "options": record, "text": {"source": text}}))
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "--layers keep:1,3 --mixer gated_deltanet+window --cache-bits 16"),
-        ({"layers": "all", "mixer": "kda"}, "--layers all --mixer kda --cache-bits 16"),
+        ({}, "--keep layers:1,3 --mixer gated_deltanet+window --cache-bits 16"),
+        ({"layers": "all", "mixer": "kda"}, "--keep none --mixer kda --cache-bits 16"),
         (
             {"layers": "every:4", "mixer": "gated_deltanet", "profile": "qwen3_5"},
-            "--layers every:4 --mixer gated_deltanet --cache-bits 16 --profile qwen3_5",
+            "--keep every:4 --mixer gated_deltanet --cache-bits 16 --profile qwen3_5",
         ),
         (
             {"mixer": "window", "changes": ("window=225",), "cache_bits": 4, "text": "wiki.txt"},
-            "--layers keep:1,3 --mixer window --set window=225 --cache-bits 4 --text wiki.txt",
+            "--keep layers:1,3 --mixer window --set window=225 --cache-bits 4 --text wiki.txt",
         ),
         (
             {"layers": "/home/me/heads.json", "changes": ("gate_bias=false",), "seed": 1},
-            "--layers heads.json --mixer gated_deltanet+window --set gate_bias=false --cache-bits 16 --seed 1",
+            "--keep heads.json --mixer gated_deltanet+window --set gate_bias=false --cache-bits 16 --seed 1",
         ),
         (
             {"layers": "keep:3", "training": False, "fit_memory": False},
-            "--layers keep:3 --mixer gated_deltanet+window --cache-bits 16 --no-training --no-fit-memory",
+            "--keep layers:3 --mixer gated_deltanet+window --cache-bits 16 --no-training --no-fit-memory",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 Without a GPU, CPU tensors are sent to the Triton form, in Triton's interpreter.
 """
 
+import pydoc
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,9 @@ def test_sizes_that_change() -> None:
         torch.testing.assert_close(
             compiled(*arguments)[0], deltanet_kernels.chunk_gated_delta_rule(*arguments)[0], rtol=0, atol=0
         )
+
+
+def test_help_shows_the_signature() -> None:
+    shown = pydoc.plain(pydoc.render_doc(deltanet_kernels.silu_product))
+    assert "silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor" in shown
+    assert "silu(gate)" in shown

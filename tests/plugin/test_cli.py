@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from deltanet_hf.generate import load_for_inference
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.sessions import load_session
 from deltanet_hf.sessions.conversation import first_turn, further_turn
+from deltanet_hf.version import __version__, install_command
 from deltanet_recipes.cli import COMMANDS, Subcommand, main
 from deltanet_recipes.log_bars import hide_bars_in_logs
 from support.tiny_conversion import tiny_tokenizer
@@ -39,7 +42,15 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in COMMANDS)
+    panels = re.findall(r"─ (\w+) ─", shown)
+    assert panels == ["Options", "Convert", "Train", "Measure", "Run"]
+    listed = re.findall(r"^│ (\w+) ", shown, re.MULTILINE)
+    assert listed == [name for name in COMMANDS if name != "distil"]  # the other spelling of distill
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"deltanet-hf {__version__}\n"
 
 
 def test_each_command_has_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,8 +84,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     [
         (UserError("a.json: x"), 2, "error: a.json: x"),
         (QualityError("worse"), 1, "failed: worse"),
-        (ModuleNotFoundError(name="lm_eval.api"), 2, "error: lm_eval is not installed; run pip install 'deltanet-hf["),
-        (ModuleNotFoundError(name="peft"), 2, "error: peft is not installed; run pip install 'deltanet-hf[train]'"),
+        (
+            ModuleNotFoundError(name="lm_eval.api"),
+            2,
+            f"error: lm_eval is not installed; run {install_command('eval')}\n",
+        ),
+        (ModuleNotFoundError(name="peft"), 2, f"error: peft is not installed; run {install_command('train')}\n"),
     ],
 )
 def test_errors_are_one_line_with_a_status(
@@ -129,6 +144,19 @@ def test_generate_prints_text_and_stats(
     assert all(word.startswith(("w", "<")) for word in shown.out.split())
     assert "tokens/s" in shown.err
     assert "bytes" in shown.err
+
+
+def test_generate_reads_standard_input(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "5") == 0
+    asked = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6"))
+    assert call(monkeypatch, "generate", folder, "--max-new-tokens", "5") == 0
+    assert capsys.readouterr().out == asked
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert call(monkeypatch, "generate", folder) == 2
+    assert "--prompt: missing" in capsys.readouterr().err
 
 
 def test_compiled_generation_says_the_same(

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.qwen3_5 import MODEL_TYPE
+from deltanet_recipes.cli import COMMANDS
 from support.tiny_models import tiny_student
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +68,30 @@ model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
     assert found == [[], [], []]
 
 
-@pytest.mark.parametrize("arguments", [(), ("eval",), ("report",), ("distill",), ("align",)], ids=str)
-def test_help_imports_neither_torch_nor_transformers(arguments: tuple[str, ...]) -> None:
-    names = ("torch", "transformers", "deltanet_hf", "deltanet_convert", "lm_eval", "matplotlib")
-    assert imported((help_of(*arguments), names)) == [[]]
+def test_importing_the_packages_imports_neither_torch_nor_transformers() -> None:
+    light = "import deltanet_hf, deltanet_kernels\nfrom deltanet_hf.errors import UserError"
+    assert imported((light, ("torch", "triton", "transformers"))) == [[]]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from transformers import AutoConfig",
+        "from transformers import AutoModelForCausalLM",  # whose import is under way when AutoConfig is there
+        # The first imports another module of its package, the second the Auto classes, and they the configurations.
+        "from deltanet_kernels.operators import rms_norm\nfrom deltanet_hf.models.layers import LayerTable",
+    ],
+)
+def test_families_are_registered_whatever_is_imported_first(first: str) -> None:
+    known = "from transformers.models.auto.configuration_auto import CONFIG_MAPPING as known"
+    names = f"{[*(family.converted_model_type for family in FAMILIES.values()), MODEL_TYPE]!r}"
+    check = f"import deltanet_hf\n{first}\n{known}\nassert all(name in known for name in {names})"
+    assert imported((check, ())) == [[]]
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    scripts = "\n".join(help_of(*arguments) for arguments in ((), *((name,) for name in COMMANDS)))
+    assert imported((scripts, ("torch", "triton", "transformers", "lm_eval", "matplotlib"))) == [[]]
 
 
 def test_no_installed_module_imports_what_a_checkout_measures_with() -> None:

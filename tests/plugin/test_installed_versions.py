@@ -16,10 +16,12 @@ import deltanet_hf.evaluation.tasks
 import deltanet_recipes.training
 from deltanet_convert.storage.gguf_teacher import GgufTeacher
 from deltanet_hf.exit_codes import exit_with
+from deltanet_hf.version import REPOSITORY, install_command
 from deltanet_kernels import installed_versions
 from deltanet_kernels.installed_versions import OLDEST, TooOldError, require
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("deltanet_hf", "kernels/deltanet_kernels", "convert/deltanet_convert", "recipes")
 NOT_IN_THE_SUITE = ("hatchling", "mypy", "pre-commit", "ruff", "vllm")
 
 
@@ -63,6 +65,22 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
     assert {name: released(number) for name, number in pinned.items()} == {
         name: released(number) for name, number in bounds.items()
     }
+
+
+def test_the_repository_has_one_address() -> None:
+    assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nurl: {REPOSITORY}\n" in (ROOT / "CITATION.cff").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert set(re.findall(r"https://github\.com/deltanet-hf[\w/-]*", page.read_text())) <= {REPOSITORY}, page
+    assert install_command("eval") == f"pip install 'deltanet-hf[eval] @ git+{REPOSITORY}'"
+
+
+def test_nothing_says_to_install_this_package_from_an_index() -> None:
+    """Whoever took the name there would run code on the machines of those who follow."""
+    sources = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for file in (*sources, *pages):
+        assert not re.search(r"pip install [^\n`]*deltanet[-_]hf", file.read_text(encoding="utf-8")), file
 
 
 def released(version: str) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.version import install_command
 from support.refusals import assert_refused
 from support.tiny_models import (
     HYBRID,
@@ -332,7 +333,7 @@ def test_saved_folder_needs_the_plugin_and_says_so(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert run.returncode != 0
-    assert "pip install deltanet-hf" in run.stderr
+    assert install_command() in run.stderr
 
 
 def test_shim_loads_in_a_process_that_never_imported_the_plugin(tmp_path: Path) -> None:

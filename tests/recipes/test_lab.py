@@ -182,7 +182,7 @@ def test_a_model_that_diverges_says_so() -> None:
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        ("gated_deltnet", "--mixer gated_deltnet: got 'gated_deltnet', expected one of"),
+        ("gated_deltnet", "--mixer gated_deltnet: got 'gated_deltnet', did you mean gated_deltanet?"),
         ("mixed_heads", "--mixer mixed_heads: "),
         ("gated_deltanet:ropes=true", "unknown key 'ropes'"),
         ("gated_deltanet:rope", "KEY=VALUE"),

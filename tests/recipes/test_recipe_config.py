@@ -113,6 +113,8 @@ def test_bad_overrides(place: Path, override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("stage=1", "stage: unknown key, did you mean stages?; docs/recipe-keys.md lists the keys"),
+        ("stages.aling.tokens=1", "stages has no element 'aling'; it has align"),
         ("seed=4294967296", "seed: Input should be less than"),
         ("output=''", "output: String should have at least 1 character"),
         ("data.sources.0.weight=.inf", "weight: Input should be a finite number"),
@@ -129,6 +131,13 @@ def test_bad_overrides(place: Path, override: str) -> None:
 )
 def test_values_that_no_run_can_use(place: Path, override: str, said: str) -> None:
     assert said in refused(place, recipe_tree(place, [ALIGN]), override)
+
+
+def test_the_stage_may_be_called_as_the_command_is(place: Path) -> None:
+    path = write_recipe(place, recipe_tree(place, [ALIGN, DISTIL]))
+    changed = load_recipe(path, ["stages.distill.kl_weight=0.25"]).stages[1]
+    assert isinstance(changed, Distil)
+    assert changed.kl_weight == 0.25
 
 
 def test_the_gradient_norm_may_be_unlimited(place: Path) -> None:

@@ -22,7 +22,7 @@ from deltanet_recipes.training.cost_estimate import estimates, show_plan
 from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.model_pair import load_student, mixers
-from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.pipeline import run, show_run
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
@@ -89,6 +89,19 @@ def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: 
     lines = [line for line in shown.file.getvalue().splitlines() if "GiB are free" in line]  # type: ignore[attr-defined]
     assert [line.split(":")[0] for line in lines] == [["align", "distil"][sizes.index(max(sizes))]]
     assert "micro_batch_rows" in lines[0]
+
+
+def test_a_dry_run_shows_the_stages_and_writes_nothing(workplace: Path, tmp_path: Path) -> None:
+    tree = recipe_tree(workplace, [ALIGN, {**DISTIL, "train": "full"}], output=str(tmp_path / "run"))
+    recipe = load_recipe(write_recipe(tmp_path, tree))
+    shown = io.StringIO()
+    show_run(recipe, Console(file=shown, width=300))
+    figures = estimates(recipe.stages, load_student(recipe.student), Runtime(recipe.engine), holdout_tokens=0)
+    rows = [line for line in shown.getvalue().splitlines() if "align" in line or "distil" in line]
+    for row, found, stage in zip(rows, figures, recipe.stages, strict=True):
+        assert f"{found.sizes.rest / 1e6:.1f}M" in row
+        assert f"{stage.steps:,} x {stage.batch_tokens:,}" in row
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
 @pytest.mark.parametrize(("name", "family"), [("qwen3-8b", "qwen3"), ("llama-3.1-8b", "llama")])

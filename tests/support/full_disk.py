@@ -23,7 +23,8 @@ from typing import Any
 from rich.console import Console
 from transformers.utils import logging
 
-from deltanet_convert import convert, output_files
+from deltanet_convert import conversion as convert_module
+from deltanet_convert import output_files
 from deltanet_convert.export.stream_export import write_export
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
@@ -56,7 +57,7 @@ class Disk:
 
 def conversion(place: Path) -> Callable[[Path], object]:
     START["gated_deltanet"] = quick_start
-    convert.check_disk = lambda *args: None  # or it would say before it begins that the disk is too small
+    convert_module.check_disk = lambda *args: None  # or it would say before it begins that the disk is too small
     output_files.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
     teacher = teacher_folder(place / "teacher", "llama", num_hidden_layers=2)
     text = place / "text.txt"

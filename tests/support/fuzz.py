@@ -26,7 +26,7 @@ import yaml
 from transformers.utils import logging
 
 from deltanet_convert import output_files
-from deltanet_convert.convert import convert
+from deltanet_convert.conversion import convert
 from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select.selection_file import FORMAT

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from deltanet_convert.convert import convert
+from deltanet_convert.conversion import convert
 from deltanet_convert.job import Job, prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start.calibration import LayerCalibration

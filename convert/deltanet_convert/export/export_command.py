@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import output_path
 
-from ..command_options import DTYPES, parse_size
-from ..storage.saved_tokenizer import load_tokenizer
-from ..storage.teacher_source import resolve_source
-from .export_plan import plan_export
-from .gguf import OUTTYPES, write_gguf
-from .model_folder import ConvertedModel, read_converted_config
-from .obstacles import FORMATS, export_obstacles
-from .progress import progress_bar
-from .runtime_check import verify_export
-from .slots import uneven_note
-from .stream_export import write_export
+from ..command_options import DTYPES, parse_size, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -62,6 +53,15 @@ def export_command(
     ] = False,
 ) -> None:
     """Write a converted model as a Qwen3.5 text model, which other runtimes can load."""
+    from ..storage.saved_tokenizer import load_tokenizer
+    from .export_plan import plan_export
+    from .gguf import OUTTYPES, write_gguf
+    from .model_folder import ConvertedModel
+    from .obstacles import FORMATS
+    from .progress import progress_bar
+    from .runtime_check import verify_export
+    from .stream_export import write_export
+
     if style not in FORMATS:
         raise UserError(f"--format: got '{style}', expected one of {', '.join(FORMATS)}")
     console = Console()
@@ -83,7 +83,7 @@ def export_command(
         raise UserError("--prompt: only the runtimes that --verify runs continue it; add --verify")
     if verify:
         load_tokenizer(source)  # the comparison needs text; a missing tokenizer is reported before any work
-    stored = DTYPES[dtype] if dtype and style != "gguf" else None
+    stored = torch_dtype(dtype) if dtype and style != "gguf" else None
     plan = plan_export(opened, stored, parse_size(shard_size), style)
     for line in plan.notes():
         console.print(line, highlight=False)
@@ -99,18 +99,26 @@ def export_command(
 
 def weights_dtype(stored: torch.dtype, style: str, requested: str | None) -> torch.dtype | None:
     """The dtype of the exported weights; None if they are quantised."""
-    return stored if style != "gguf" else DTYPES.get(requested or "float16")
+    if style != "gguf":
+        return stored
+    name = requested or "float16"
+    return torch_dtype(name) if name in DTYPES else None
 
 
 def _model_folder(model: str, revision: str | None) -> Path:
     """The model's folder; a hub id is downloaded."""
     if model.endswith(".gguf"):
         raise UserError(f"{model}: is a GGUF file already; give the converted model's folder")
+    from ..storage.teacher_source import resolve_source
+
     return resolve_source(model, Path("unused"), None, revision).folder
 
 
 def refuse_obstacles(folder: Path, style: str) -> None:
     """Raises a UserError that lists every obstacle to the format with its remedy; returns if there is none."""
+    from .model_folder import read_converted_config
+    from .obstacles import export_obstacles
+
     found = [o for o in export_obstacles(read_converted_config(folder)) if style in o.formats]
     if found:
         listed = "".join(f"\n  {obstacle}" for obstacle in found)
@@ -119,6 +127,12 @@ def refuse_obstacles(folder: Path, style: str) -> None:
 
 def print_check(folder: Path, console: Console) -> None:
     """Prints which formats are possible and each obstacle once; UserError if no format is possible."""
+    from deltanet_hf.models.layers import LayerTable
+
+    from .model_folder import read_converted_config
+    from .obstacles import FORMATS, export_obstacles
+    from .slots import uneven_note
+
     config: Any = read_converted_config(folder)
     obstacles = export_obstacles(config)
     uneven = uneven_note(LayerTable.of(config).softmax, config.num_hidden_layers)

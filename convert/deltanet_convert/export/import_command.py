@@ -9,15 +9,9 @@ import typer
 from rich.console import Console
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.hub import model_folder
-from deltanet_hf.inside import check_links
 from deltanet_hf.publish import output_path
 
-from ..command_options import DTYPES, parse_size
-from ..storage.safetensors_folder import read_json
-from ..teacher_model import is_qwen3_5
-from .import_qwen3_5 import plan_import, write_import
-from .progress import progress_bar
+from ..command_options import DTYPES, parse_size, torch_dtype
 
 
 def import_command(
@@ -44,6 +38,14 @@ def import_command(
 
     An export of `deltanet-hf export` becomes the model that it was.
     """
+    from deltanet_hf.hub import model_folder
+    from deltanet_hf.inside import check_links
+
+    from ..storage.safetensors_folder import read_json
+    from ..teacher_model import is_qwen3_5
+    from .import_qwen3_5 import plan_import, write_import
+    from .progress import progress_bar
+
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype: got '{dtype}', expected one of {', '.join(DTYPES)}")
     folder = model_folder(model, revision, weights=False)
@@ -55,7 +57,7 @@ def import_command(
     out = output_path(out)
     if out == folder.resolve() or folder.resolve() in out.parents:
         raise UserError(f"{out}: lies in the model's folder {folder}; choose another place")
-    plan = plan_import(folder, DTYPES[dtype] if dtype else None, parse_size(shard_size))
+    plan = plan_import(folder, torch_dtype(dtype) if dtype else None, parse_size(shard_size))
     console = Console()
     if plan.record:
         console.print(f"{folder} is an export written by deltanet-hf; the export is undone.", highlight=False)

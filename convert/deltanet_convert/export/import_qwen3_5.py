@@ -20,6 +20,7 @@ from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from deltanet_hf.safe_write import writing
+from deltanet_hf.version import install_command
 
 from ..storage.safetensors_folder import Checkpoint, read_json
 from ..storage.shard_writer import Layout, plan_layout
@@ -34,10 +35,10 @@ from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
 from .stream_export import RECORD
 
 TEXT_PREFIX = "model.language_model."  # prefix of the text model's tensors if there is a vision tower
-IMPORTED = """This folder is a Qwen3.5 text model for `deltanet_hf`: the same weights under this project's names.
+IMPORTED = f"""This folder is a Qwen3.5 text model for `deltanet_hf`: the same weights under this project's names.
 
 ```python
-import deltanet_hf  # pip install deltanet-hf
+import deltanet_hf  # {install_command()}
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("PATH")

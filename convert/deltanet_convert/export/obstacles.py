@@ -158,7 +158,7 @@ def _softmax(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
     if not kept or family not in SAME_SKELETON:
         return []
     if family not in ("qwen3", QWEN3_5_FAMILY) and not normed:
-        remedy = "convert every layer (--layers all), or use a Qwen3 teacher"
+        remedy = "convert every layer (--keep none), or use a Qwen3 teacher"
         if family in WITHOUT_NORMS:
             remedy = f"{CONVERT_AGAIN}, which inserts them"
         problem = f"layers {kept} keep {family}'s softmax attention, and Qwen3.5's always has q/k norms"

@@ -71,5 +71,5 @@ def uneven_note(kept: Iterable[int], num_layers: int) -> str | None:
     return (
         f"Kept layers {layers} are not N-1, 2N-1, ...; mlx-lm and llama.cpp, which support only a fixed "
         f"interval, get {idle} idle layers of zeros among the {num_layers}: the same function, "
-        f"{idle / num_layers:.0%} more work. Layers chosen by --layers every:N need no idle layers."
+        f"{idle / num_layers:.0%} more work. Layers chosen by --keep every:N need no idle layers."
     )

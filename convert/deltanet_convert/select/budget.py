@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deltanet_hf.errors import UserError
 
 from ..command_options import parse_size, parse_tokens
 from ..views.plan_view import size
-from .cache_sizes import CacheSizes
 from .units import Candidates, evenly
+
+if TYPE_CHECKING:
+    from .cache_sizes import CacheSizes
+
+USUAL_SHARE = "11%@2k"  # of the teacher's bytes: the point that the front recommends (docs/results.md)
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,12 @@ class Budget:
     said: str
 
     @classmethod
-    def parse(cls, text: str, option: str = "--keep ") -> Budget:
+    def parse(cls, text: str) -> Budget:
         """Parses '7' or '25%' of the units, '40MB@32k' (bytes of a sequence) or '5%@32k' (of the teacher's bytes).
 
         A length may be given in tokens or, as '32k', in 1,024 of them.
-
-        Args:
-            option: what stands before the text on the command line.
         """
-        said = f"{option}{text}"
+        said = f"--keep {text}"
         amount, separator, length = text.partition("@")
         at = parse_tokens(length, said) if separator else None
         if share := re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", amount, re.ASCII):
@@ -48,8 +50,23 @@ class Budget:
         if at is not None:
             return cls(parse_size(amount, said), "bytes", at, text, said)
         if not re.fullmatch(r"\d{1,9}", amount, re.ASCII):
-            raise UserError(f"{said}: expected a number of units such as 7, a share such as 25%, or 40MB@32k")
+            raise UserError(
+                f"{said}: expected a number of units such as 7, a share such as 25%, or 40MB@32k; what names layers "
+                "itself is for deltanet-hf convert"
+            )
         return cls(int(amount), "count", None, text, said)
+
+    @classmethod
+    def usual(cls, candidates: Candidates, plans_windows: bool) -> Budget:
+        """What `--keep auto` stands for.
+
+        A ninth of the teacher's bytes where windows can be planned; else a quarter of the units, or beside layers that
+        slide half, or facts are lost that pass from one global layer to the next (Gemma 3 270M, docs/selecting.md).
+        """
+        if plans_windows and not candidates.local:
+            return cls.parse(USUAL_SHARE)
+        count = len(candidates.units)
+        return cls.parse(str(-(-count // 2) if candidates.local else max(1, count // 4)))
 
     def units(self, candidates: Candidates) -> int:
         """How many units a number or share of them keeps.
@@ -96,7 +113,7 @@ class Budget:
             answers = {
                 16: "leave the model as it is",
                 8: "leave the model as it is: deltanet-hf generate TEACHER --prompt TEXT --cache-bits 8",
-                4: "keep every layer: deltanet-hf convert TEACHER OUT --layers every:1",
+                4: "keep every layer: deltanet-hf convert TEACHER OUT --keep every:1",
             }
             raise UserError(
                 f"{self.said}: holds the teacher's own cache in {sizes.bits} bits, {size(whole)}, and nothing is "

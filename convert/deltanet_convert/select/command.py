@@ -6,23 +6,20 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from deltanet_hf.publish import output_path
 
 from ..command_options import takes
-from ..options import ConvertOptions
-from ..storage.teacher_source import resolve_source
-from ..teacher_model import Source, open_teacher
-from .journal import SelectionJournal
-from .progress import shown_on
-from .run import run_selection
 from .select_options import SelectOptions
-from .task import plan_selection
-from .view import print_selection
+
+if TYPE_CHECKING:
+    from ..teacher_model import Source
+    from .run import Show
+    from .selection_file import Selection
+    from .task import SelectionTask
 
 
 @takes(SelectOptions)
@@ -34,9 +31,32 @@ def select_command(
     **values: Any,
 ) -> None:
     """Chooses the layers or key/value heads that stay softmax. An interrupted run is continued by the same command."""
+    from rich.console import Console
+
+    from .progress import shown_on
+    from .view import print_selection
+
     options = SelectOptions(**SelectOptions.given(values))
-    out = output_path(options.out)
     console = Console()
+    with shown_on(console) as show:
+        selection, task = selected(teacher, options, show)
+    print_selection(selection, task, console)
+    console.print(f"Written to {output_path(options.out)}", highlight=False)
+
+
+def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selection, SelectionTask]:
+    """Runs a selection and writes its file.
+
+    Args:
+        show: called with the progress.
+    """
+    from ..options import ConvertOptions
+    from ..storage.teacher_source import resolve_source
+    from ..teacher_model import open_teacher
+    from .run import run_selection
+    from .task import plan_selection
+
+    out = output_path(options.out)
     # What `convert` makes; other runtimes have caches of 16 bits.
     bits = {"cache_bits": 16} if options.exportable else {}
     made = ConvertOptions(mixer=options.mixer, context=options.context, **bits)
@@ -45,15 +65,14 @@ def select_command(
         opened = open_teacher(source)
         table = made.for_heads_of(opened.head_dim).table_of((), opened.config)
         task = plan_selection(opened, options, table)
-        with shown_on(console) as show:
-            selection = run_selection(task, out, show, overwrite=options.overwrite)
-    print_selection(selection, task, console)
-    console.print(f"Written to {out}", highlight=False)
+        return run_selection(task, out, show, overwrite=options.overwrite), task
 
 
 @contextmanager
 def removed_unless_unfinished(source: Source, out: Path) -> Iterator[None]:
     """Removes the copy of a GGUF teacher at the end, unless an unfinished selection can continue with it."""
+    from .journal import SelectionJournal
+
     try:
         yield
     finally:

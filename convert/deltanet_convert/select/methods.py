@@ -9,9 +9,6 @@ from functools import cached_property
 from .scoring import ScaledLoss
 from .units import Unit
 
-METHODS = ("forward", "gradient", "kl", "uniform")
-EXPORTABLE = "exportable"  # how the file names the choice of `--exportable`
-
 SCORED_ALWAYS = 48  # up to so many candidates, each is scored in every round
 RANKING_STEP = 4  # more are ranked by derivatives on every 4th probe
 SHORTLIST = 6  # the steepest of them are then scored on all probes

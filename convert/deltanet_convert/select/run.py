@@ -140,7 +140,7 @@ def _request(task: SelectionTask) -> dict[str, Any]:
         "teacher": task.teacher.identity(),
         "unit": options.unit,
         "method": options.choice,
-        "budget": options.keep.text,
+        "budget": task.budget.text,
         "kept": task.count,
         "seed": options.seed,
         "settings": task.settings,

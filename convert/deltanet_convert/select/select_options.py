@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import BeforeValidator, Field, model_validator
 from typer import Option
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.loading import chosen_device
 
 from ..command_options import Options, parse_tokens
-from ..options import DEFAULT_MIXER, LISTED_MIXERS
+from ..options import AUTO, DEFAULT_MIXER
 from .budget import Budget
-from .methods import EXPORTABLE, METHODS
 from .units import UNITS
+
+if TYPE_CHECKING:
+    import torch
+
+METHODS = ("forward", "gradient", "kl", "uniform")
+EXPORTABLE = "exportable"  # how the file names the choice of `--exportable`
+
+
+def _budget(value: str | Budget | None) -> Budget | None:
+    """The value of `--keep`; None for `auto`, of which the teacher decides."""
+    if value == AUTO:
+        return None
+    return Budget.parse(value) if isinstance(value, str) else value
 
 
 class SelectOptions(Options):
@@ -29,7 +39,7 @@ class SelectOptions(Options):
     revision: Annotated[
         str | None, Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch")
     ] = None
-    out: Annotated[Path, Option(help="File to write; `deltanet-hf convert --layers FILE` reads it.")] = Path(
+    out: Annotated[Path, Option(help="File to write; `deltanet-hf convert --keep FILE` reads it.")] = Path(
         "selection.json"
     )
     unit: Annotated[
@@ -56,20 +66,20 @@ class SelectOptions(Options):
         ),
     ] = False
     keep: Annotated[
-        Budget,
-        BeforeValidator(lambda budget: Budget.parse(budget) if isinstance(budget, str) else budget),
+        Budget | None,
+        BeforeValidator(_budget),
         Option(
-            help="What to keep: a number of units such as 7, a share such as 25%, `40MB@32k` (bytes of the converted "
-            "model's cache for a sequence of that length), or `5%@32k` (a share of the teacher's cache). A budget in "
-            "bytes also plans how long the windows of all other units are."
+            help="How much to keep, as in `deltanet-hf convert`: `5%@32k` or `40MB@32k` of the cache at that length, "
+            "which also plans how long the windows elsewhere are; `25%` or `7` of the layers or heads; `auto`: a ninth "
+            "of the teacher's cache, or where no windows can be planned, a quarter of the layers.",
+            show_default=AUTO,
         ),
-        Field(validate_default=True),
-    ] = "25%"  # type: ignore[assignment]  # a `Budget`, once it is read
+    ] = None
     mixer: Annotated[
         str,
         Option(
-            help="Layer that will replace softmax attention, whose cache a budget in bytes counts; by default "
-            f"`{DEFAULT_MIXER}`, as in `deltanet-hf convert`. Others: {', '.join(LISTED_MIXERS)}, or `NAME+window`.",
+            help="Layer that will replace softmax attention, whose cache a budget in bytes counts, as in `deltanet-hf "
+            f"convert`; by default `{DEFAULT_MIXER}`.",
             show_default=False,
         ),
     ] = DEFAULT_MIXER
@@ -132,4 +142,6 @@ class SelectOptions(Options):
     @property
     def torch_device(self) -> torch.device:
         """The device that the teacher runs on; UserError if there is no such device."""
+        from deltanet_hf.loading import chosen_device
+
         return chosen_device(self.device)

@@ -1,4 +1,4 @@
-"""The file that `deltanet-hf select` writes and `deltanet-hf convert --layers FILE` reads."""
+"""The file that `deltanet-hf select` writes and `deltanet-hf convert --keep FILE` reads."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def parse_selection(value: Any, where: str) -> Selection:
             f"{where}: keys 'kept' and 'local' both list layers {sorted(both)}; run deltanet-hf select again"
         )
     if not kept and windows is None:
-        raise UserError(f"{where}: key 'kept' lists nothing; say --layers all to convert every layer")
+        raise UserError(f"{where}: key 'kept' lists nothing; say --keep none to convert every layer")
     if sorted(order) != sorted(kept):
         raise UserError(f"{where}: keys 'order' and 'kept' list different units; run deltanet-hf select again")
     units = {"kept": tuple(sorted(kept)), "order": tuple(order), "local": tuple(sorted(local))}

@@ -15,6 +15,7 @@ from deltanet_hf.models.layers import LayerTable
 from ..conversion_plan import make_plan
 from ..export.obstacles import teacher_obstacles
 from ..teacher_model import Teacher
+from .budget import Budget
 from .cache_sizes import CacheSizes
 from .select_options import SelectOptions
 from .selection_file import Selection
@@ -29,6 +30,7 @@ class SelectionTask:
     """A selection that is checked but has not begun.
 
     Attributes:
+        budget: that of the options, or what `auto` stands for.
         count: the number of units to keep; with `spending`, the most that may be.
         spread: what is kept where nothing is measured, by distance alone; None where the teacher is run.
         sizes: of caches at the length of a budget in bytes.
@@ -40,6 +42,7 @@ class SelectionTask:
     teacher: Teacher
     options: SelectOptions
     candidates: Candidates
+    budget: Budget
     count: int
     spread: tuple[Unit, ...] | None
     sizes: CacheSizes | None
@@ -80,7 +83,7 @@ class SelectionTask:
             num_key_value_heads=int(config.num_key_value_heads),
             unit=options.unit,
             method=options.choice,
-            budget=options.keep.text,
+            budget=self.budget.text,
             seed=options.seed,
             kept=tuple(sorted(order)),
             order=tuple(order),
@@ -108,8 +111,12 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
             can be exported in no format.
     """
     config = teacher.config
-    at = options.keep.at
-    planned = at is not None and options.measured and table.only_kind.mixer is WindowAttention
+    plans_windows = options.measured and table.only_kind.mixer is WindowAttention
+    budget = options.keep or Budget.usual(
+        Candidates.of(config, options.unit or "layer"), plans_windows and table.cache_bits < 16
+    )
+    at = budget.at
+    planned = at is not None and plans_windows
     attention: Any = teacher.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
     if options.unit == "kv_head":
         check_heads_part(attention, config)
@@ -121,15 +128,15 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     notes = [note for note in (candidates.note(),) if note]
     sizes = spending = None
     if at is None:
-        count = options.keep.units(candidates)
+        count = budget.units(candidates)
     else:
         layers = () if planned else make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64).layers
         sizes = CacheSizes(teacher, candidates, at, table.cache_bits, layers)
-        spending = Spending(options.keep, sizes) if planned else None
-        count = spending.most if spending else options.keep.units_of_bytes(sizes)
+        spending = Spending(budget, sizes) if planned else None
+        count = spending.most if spending else budget.units_of_bytes(sizes)
         longest = int(config.max_position_embeddings)
         if at > longest:
-            notes.append(f"{options.keep.said}: the teacher's positions end at {longest}; only the bytes count.")
+            notes.append(f"{budget.said}: the teacher's positions end at {longest}; only the bytes count.")
     spread = None if options.measured else tuple(evenly(candidates.units, count))
     if options.exportable:
         spread = tuple(every_nth(int(config.num_hidden_layers), count))
@@ -137,4 +144,4 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
             raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
     # Heads that lose their positions have to be trained before they retrieve anything.
     positions = table.positions if table.positions is not None and table.positions.kind == "yarn" else None
-    return SelectionTask(teacher, options, candidates, count, spread, sizes, spending, tuple(notes), positions)
+    return SelectionTask(teacher, options, candidates, budget, count, spread, sizes, spending, tuple(notes), positions)

@@ -6,8 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deltanet_hf.mixers.layer.masks import sliding_window
-
 Unit = tuple[int, ...]
 """(layer,) or (layer, key/value head)."""
 UNITS = ("layer", "kv_head")
@@ -36,6 +34,8 @@ class Candidates:
             config: the teacher's.
             unit: one of `UNITS`.
         """
+        from deltanet_hf.mixers.layer.masks import sliding_window
+
         layers = range(int(config.num_hidden_layers))
         longest = int(config.max_position_embeddings)
         windows = {layer: window for layer in layers if (window := sliding_window(config, layer) or longest) < longest}

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.models.far_positions import FarPositions
+from deltanet_hf.version import install_command
 
 from .card_header import Metric, card_header, licence_note, licence_of
 from .plan_view import count, index_ranges, shown_windows, size
 
-LOAD = """\
-Load it after `pip install deltanet-hf`. The only code in this folder, `deltanet_shim.py`, imports that package."""
+LOAD = f"""\
+Load it after `{install_command()}`. The only code in this folder, `deltanet_shim.py`, imports that package."""
 
 
 def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..convert import Progress as Show
+from ..conversion import Progress as Show
 
 
 @contextmanager

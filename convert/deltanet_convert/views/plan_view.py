@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from ..conversion_plan import LayerPlan, Plan
+if TYPE_CHECKING:
+    from ..conversion_plan import LayerPlan, Plan
 
 PARAMETERS = ("copied", "expanded", "created", "dropped")  # numbers in a plan; a column each, if not all 0
 

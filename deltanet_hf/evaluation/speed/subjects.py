@@ -18,7 +18,7 @@ from deltanet_hf.evaluation.speed.naming import PLAIN, TEACHER, kind_of, shape_o
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model
-from deltanet_hf.mixers import MIXER_NAMES
+from deltanet_hf.mixers import MIXER_NAMES, unknown_mixer
 
 BENCHED = (PLAIN, TEACHER, "windows4bit", "window25")  # with --random-weights
 MOST = 10**9  # tokens of a prompt, and prompts
@@ -57,7 +57,7 @@ def subjects(
     if random_weights not in SHAPES:
         raise UserError(f"--random-weights: got {random_weights!r}, expected one of {', '.join(SHAPES)}")
     if mixer not in MIXER_NAMES:
-        raise UserError(f"--mixer: got {mixer!r}, expected one of {', '.join(MIXER_NAMES)}")
+        raise UserError(f"--{unknown_mixer(mixer)}")
     weights = DTYPES.get(dtype, torch.bfloat16)
     make = functools.partial(random_model, random_weights, mixer=mixer, dtype=weights, device=place)
     return (Subject(random_weights, kind, functools.partial(make, kind), _only(kind)) for kind in BENCHED)

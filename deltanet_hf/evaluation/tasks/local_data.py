@@ -22,6 +22,7 @@ from datasets import Dataset
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.version import install_command
 
 Row = dict[str, Any]
 OWN_TASKS = Path(__file__).parent / "yaml"
@@ -124,7 +125,7 @@ def stock_folder() -> Path:
     """The task folder of the installed lm-eval."""
     spec = find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("lm-eval is not installed; run pip install 'deltanet-hf[eval]'")
+        raise UserError(f"lm-eval is not installed; run {install_command('eval')}")
     return Path(spec.submodule_search_locations[0]) / "tasks"
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.version import install_command
 
 SEED = 1234
 
@@ -148,7 +149,7 @@ def check_packages(suite: str) -> None:
             f"--suite code runs programs that the model writes; allow it with {ALLOW_CODE}=1, best in a container"
         )
     if missing := missing_packages(suite):
-        raise UserError(f"--suite {suite} needs {' and '.join(missing)}; run pip install 'deltanet-hf[eval]'")
+        raise UserError(f"--suite {suite} needs {' and '.join(missing)}; run {install_command('eval')}")
     if suite == "ifeval":
         nltk = import_module("nltk")
         try:

@@ -34,8 +34,8 @@ class MixerProjections(MixerSettings):
     qk_norm: bool  # the teacher's learned q/k norms, where it has them
     qkv_bias: bool  # the teacher's biases of the q, k and v projections, where it has them
     conv_size: int  # taps of the causal depthwise convolution; 0 for none
-    qk_activation: Activation
-    v_activation: Activation
+    qk_activation: Activation  # of queries and keys, behind the convolution
+    v_activation: Activation  # of values, behind the convolution
     output_norm: OutputNorm  # RMSNorm over a head's output, its weight shared by the heads or one per head
     output_gate: bool  # multiply by SiLU of a projection of the layer's input
     gate_bias: bool  # biases in the projections of write strength and output gate

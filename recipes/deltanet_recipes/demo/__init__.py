@@ -1,1 +1,1 @@
-"""`make demo` converts, aligns and evaluates SmolLM2-135M-Instruct on a CPU and writes a report."""
+"""`deltanet-hf demo` converts, aligns and evaluates SmolLM2-135M-Instruct on a CPU and writes a report."""

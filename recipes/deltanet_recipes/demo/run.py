@@ -26,15 +26,14 @@ from deltanet_recipes.demo.measure import DemoMeasure, softmax_layers
 
 RECIPE = "demo"
 # With states, which can be aligned on a CPU in minutes.
-CONVERSION = ["--layers", "keep:2,7,8,15,17,18,23", "--mixer", "gated_deltanet+window"]
+CONVERSION = ["--keep", "layers:2,7,8,15,17,18,23", "--mixer", "gated_deltanet+window"]
 CALIBRATION_TOKENS = 4096  # two sequences; half of the default, to save time
 PROMPT = "What is photosynthesis?"
 console = Console()
 
 
-def main() -> None:
-    """Run the steps whose output is missing, then write the report into the folder that the command line names."""
-    folder = Path(sys.argv[1])
+def run_demo(folder: Path) -> None:
+    """Run the steps whose output is missing, then write the report into the folder."""
     out = folder / "out"
     converted, aligned = out / "converted", out / "align"
     clock = Clock()

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -69,12 +70,7 @@ def estimates(
 def show_plan(
     title: str, stages: Sequence[Stage], plan: Sequence[Estimate], finished: int, runtime: Runtime, logbook: Logbook
 ) -> None:
-    """Print one row per stage: trained parameters, tokens, steps, rows, memory, and the time it will take.
-
-    The first `finished` stages have been trained before and are left out. The figures of all stages are also written to
-    plan.json in the folder of the run.
-    """
-    device = _device_name(runtime)
+    """Print the plan without its first `finished` stages, which have been trained before; write all to plan.json."""
     rows = [
         {
             "stage": stage_name(stage),
@@ -86,22 +82,25 @@ def show_plan(
         }
         for stage, found in zip(stages, plan, strict=True)
     ]
-    figures = {"device": device, "processes": runtime.world, "stages": rows}
+    figures = {"device": _device_name(runtime), "processes": runtime.world, "stages": rows}
     (logbook.folder / PLAN).write_text(json.dumps(figures, indent=1) + "\n")
-    ahead = list(zip(stages, plan, strict=True))[finished:]
-    if not ahead:
-        return
+    if ahead := list(zip(stages, plan, strict=True))[finished:]:
+        print_plan(title, ahead, runtime, logbook.console)
+
+
+def print_plan(title: str, plan: Sequence[tuple[Stage, Estimate]], runtime: Runtime, console: Console) -> None:
+    """Print one row per stage: trained parameters, tokens, steps, rows, memory, and the time it will take."""
     table = Table(
-        title=f"{title} on {runtime.world} x {device}",
+        title=f"{title} on {runtime.world} x {_device_name(runtime)}",
         caption=f"mixers, rest: numbers of trained parameters{_CPU_NOTE * (runtime.device.type == 'cpu')}",
         padding=(0, 0),
     )
-    disk = ["disk"] if any(found.disk for found in plan) else []
+    disk = ["disk"] if any(found.disk for _, found in plan) else []
     sizes = ("stage", "mixers", "rest", "tokens", "steps x tokens", "rows at once", "memory, about")
     for column in (*sizes, *disk, "time, about"):
         table.add_column(column, justify="left" if column == "stage" else "right", overflow="fold")
     rate = _matmul_rate(runtime) * UTILISATION * runtime.world
-    for stage, found in ahead:
+    for stage, found in plan:
         seconds = found.flops.total * stage.steps * stage.batch_tokens / rate
         on_disk = [f"{found.disk / 2**30:.1f} GiB" if found.disk else "-"] if disk else []
         table.add_row(
@@ -115,13 +114,15 @@ def show_plan(
             *on_disk,
             _duration(seconds),
         )
-    logbook.console.print(table)
+    console.print(table)
     there = runtime.attainable_memory()
-    for stage, found in ahead:
+    for stage, found in plan:
         if found.peak.total > there:
-            logbook.say(
+            console.print(
                 f"{stage_name(stage)}: expects about {found.peak.total / 2**30:.1f} GiB of memory, but only "
-                f"{there / 2**30:.1f} GiB are free; {LESS_MEMORY}"
+                f"{there / 2**30:.1f} GiB are free; {LESS_MEMORY}",
+                highlight=False,
+                soft_wrap=not console.is_terminal,
             )
 
 

@@ -13,6 +13,7 @@ from deltanet_convert.views.card_header import Metric, card_header, licence_note
 from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
+from deltanet_hf.version import install_command
 from deltanet_recipes.schema import Recipe, Stage, stage_name
 from deltanet_recipes.training.logbook import layer_errors
 from deltanet_recipes.training.model_pair import teacher_of
@@ -122,7 +123,8 @@ def _converted(teacher: str, mixers: str) -> list[str]:
         f"# {mixers} student of {teacher}",
         "",
         "Converted and distilled with deltanet-hf; `conversion.json` says how it was converted. Load it after",
-        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",
+        f"`{install_command()}`",
+        "with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",
     ]
 
 
@@ -131,7 +133,8 @@ def _imported(student: str, teacher: str) -> list[str]:
         f"# {student}, trained with {teacher} as its teacher",
         "",
         "A Qwen3.5 text model with the weight names of deltanet-hf, which trained it. Load it after",
-        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`;",
+        f"`{install_command()}`",
+        "with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`;",
         "`deltanet-hf export` converts it back for other runtimes.",
     ]
 

@@ -16,7 +16,7 @@ from deltanet_hf.journal import first_difference
 from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.data.prepare import RecipeData, write_report
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.cost_estimate import estimates, show_plan
+from deltanet_recipes.training.cost_estimate import estimates, print_plan, show_plan
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
 from deltanet_recipes.training.finished_stages import finished_stages, load_stage, save_stage
@@ -48,13 +48,7 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
 
     Raises UserError for what the user can put right, QualityError if training diverges.
     """
-    stages = [stage for stage in recipe.stages if kinds is None or stage.kind in kinds]
-    if not stages:
-        raise UserError(f"stages: the recipe has no {' or '.join(kinds or ())} stage")
-    runtime = Runtime(recipe.engine)
-    for stage in stages:
-        check_share(stage, runtime.world)
-    stages = without_alignment(recipe, check_models(recipe), stages)
+    runtime, stages = _checked(recipe, kinds)
     output = Path(recipe.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -62,6 +56,32 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         raise UserError(f"output: {output} cannot be written ({error.strerror}); choose another folder") from None
     with locked(output / "lock", output, "training run") if runtime.main else nullcontext(), peers_alive(runtime.world):
         return _run(recipe, stages, runtime, output, console)
+
+
+def show_run(recipe: Recipe, console: Console | None = None) -> None:
+    """Print what each stage of a recipe trains, its memory and its time. No text is read and nothing is written.
+
+    Raises UserError as `run` does, but for what is wrong with the text.
+    """
+    runtime, stages = _checked(recipe, None)
+    student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
+    plan = list(zip(stages, estimates(stages, student, runtime, recipe.data.holdout_tokens), strict=True))
+    print_plan(_title(recipe), plan, runtime, console or Console(stderr=True))
+
+
+def _checked(recipe: Recipe, kinds: tuple[str, ...] | None) -> tuple[Runtime, list[Stage]]:
+    """The runtime of a recipe, and those of its stages that will run, after all checks of models and stages."""
+    stages = [stage for stage in recipe.stages if kinds is None or stage.kind in kinds]
+    if not stages:
+        raise UserError(f"stages: the recipe has no {' or '.join(kinds or ())} stage")
+    runtime = Runtime(recipe.engine)
+    for stage in stages:
+        check_share(stage, runtime.world)
+    return runtime, without_alignment(recipe, check_models(recipe), stages)
+
+
+def _title(recipe: Recipe) -> str:
+    return f"{recipe.student} -> {recipe.output}"
 
 
 def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, console: Console | None) -> Path:
@@ -88,7 +108,7 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
         logbook.say(f"finished before: {', '.join(names[:finished])}; {rest}")
     if runtime.main:
         plan = estimates(stages, student, runtime, recipe.data.holdout_tokens)
-        show_plan(f"{recipe.student} -> {recipe.output}", stages, plan, finished, runtime, logbook)
+        show_plan(_title(recipe), stages, plan, finished, runtime, logbook)
     if rates := unset_rates(stages[finished:], student):
         logbook.say(rates)
 

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from deltanet_convert.calibration_text import read_text
-from deltanet_convert.convert import convert
+from deltanet_convert.conversion import convert
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.data import with_prefix

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from deltanet_convert.calibration_text import SHIPPED_TEXT
-from deltanet_convert.options import AUTO, ConvertOptions
+from deltanet_convert.options import ConvertOptions, keep_of_layers
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.layers import SOFTMAX
 from deltanet_recipes.config import read_recipe
@@ -54,11 +54,11 @@ def flags(**options: Any) -> list[str]:
 def conversion(report: dict[str, Any]) -> list[str]:
     """The `deltanet-hf convert` of a conversion.json.
 
-    What the defaults of `convert` decide, which may change, is written out: layers, mixer and bits of the cache.
+    What the defaults of `convert` decide, which may change, is written out: what is kept, mixer and bits of the cache.
     """
     options = report["options"]
     words = ["deltanet-hf", "convert", report["teacher"]["name"], STUDENT]
-    words += flags(layers=_layers(report), mixer=options["mixer"])
+    words += flags(keep=_keep(report), mixer=options["mixer"])
     for key, value in options["set"].items():
         words += ["--set", f"{key}={_value(value)}"]
     text = report["text"]["source"]
@@ -72,13 +72,15 @@ def conversion(report: dict[str, Any]) -> list[str]:
     return words + flags(**{name: value for name, value in single.items() if value != getattr(DEFAULT, name)})
 
 
-def _layers(report: dict[str, Any]) -> str:
-    """`--layers`; in the place of a search for layers, what it found."""
+def _keep(report: dict[str, Any]) -> str:
+    """`--keep`; in the place of a search for layers, what it found."""
     options, found = report["options"], report.get("selection") or {}
-    if not options["layers"].startswith(AUTO) or found.get("unit") == "kv_head" or "planned_windows" in found:
-        return _shown(options["layers"])
+    keep = options["keep"] if "keep" in options else keep_of_layers(options["layers"])
+    automatic = ConvertOptions(keep=keep).automatic
+    if not automatic or found.get("unit") == "kv_head" or "planned_windows" in found:
+        return _shown(keep)
     kept = [str(index) for index, kind in enumerate(options["deltanet"]["layers"]) if kind == SOFTMAX]
-    return f"keep:{','.join(kept)}" if kept else "all"
+    return f"layers:{','.join(kept)}" if kept else "none"
 
 
 def training(recipe: dict[str, Any]) -> list[str]:

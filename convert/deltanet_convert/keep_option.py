@@ -1,4 +1,4 @@
-"""`--layers`: which layers, or key/value heads, of the teacher keep softmax attention."""
+"""`--keep`: which layers, or key/value heads, of the teacher keep softmax attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LIST_BYTES = 1_000_000
 
 
 def chosen_layers(teacher: Teacher, out: Path, options: ConvertOptions, show: Show) -> tuple[int, ...] | Selection:
-    """The layers that `--layers` keeps softmax, by index, or the selection that `auto` makes or a file holds.
+    """The layers that `--keep` names, by index, or the selection that a budget makes or a file holds.
 
     Args:
         out: the folder that will be made; an automatic selection is kept beside it until then.
@@ -32,7 +32,7 @@ def chosen_layers(teacher: Teacher, out: Path, options: ConvertOptions, show: Sh
         UserError: the value cannot be used, or does not fit the teacher or the other options.
     """
     if not options.automatic:
-        return file_selection(options.layers, teacher.config) or softmax_layers(options.layers, teacher.num_layers)
+        return file_selection(options.keep, teacher.config) or softmax_layers(options.keep, teacher.num_layers)
     return auto_selection(teacher, out, options, show)
 
 
@@ -40,35 +40,35 @@ def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     """Indices of the layers that keep softmax attention, ascending.
 
     Args:
-        spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
-            kept layers: a JSON list, or numbers separated by commas or white space ('#' begins a comment). `auto:` is
-            resolved in `select/for_convert.py`, and what `deltanet-hf select` wrote by `file_selection`.
+        spec: `none`, `every:N` (layers N-1, 2N-1, ...), `layers:3,7,11`, or a file that lists the layers: a JSON list,
+            or numbers separated by commas or white space ('#' begins a comment). A budget is spent in
+            `select/for_convert.py`, and what `deltanet-hf select` wrote is read by `file_selection`.
         num_layers: the teacher's number of decoder layers.
 
     Raises:
         UserError: the specification or the file cannot be read, or names layers that do not exist.
     """
-    if spec == "all":
+    if spec == "none":
         return ()
     if spec.startswith("every:"):
         return _every(spec, num_layers)
-    if spec.startswith("keep:"):
-        return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
+    if spec.startswith("layers:"):
+        return _check_indices(f"--keep {spec}", _numbers(spec.removeprefix("layers:"), "--keep"), num_layers)
     path = Path(os.path.expanduser(spec))
     if not os.path.exists(path):  # False also for what no file can be called
         raise UserError(
-            f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:5%@16k, auto:25% or an existing file"
+            f"--keep: got '{spec}', expected 5%@16k, 25%, 7, every:N, layers:3,7,11, none or an existing file"
         )
-    return _check_indices(f"--layers {path}", _from_file(path), num_layers)
+    return _check_indices(f"--keep {path}", _from_file(path), num_layers)
 
 
 def _every(spec: str, num_layers: int) -> tuple[int, ...]:
     value = spec.removeprefix("every:")
     if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 1:
-        raise UserError(f"--layers {spec}: N has to be a whole number of at least 1")
+        raise UserError(f"--keep {spec}: N has to be a whole number of at least 1")
     step = int(value)
     if step > num_layers:
-        raise UserError(f"--layers {spec}: keeps none of the {num_layers} layers; say all, or a smaller N")
+        raise UserError(f"--keep {spec}: keeps none of the {num_layers} layers; say none, or a smaller N")
     return tuple(range(step - 1, num_layers, step))
 
 
@@ -85,19 +85,19 @@ def _from_file(path: Path) -> list[int]:
         with path.open("rb") as file:
             data = file.read(MAX_LIST_BYTES + 1)  # a device has no size
         if len(data) > MAX_LIST_BYTES:
-            raise UserError(f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
+            raise UserError(f"--keep {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
         text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--layers {path}: cannot be read ({error}); give a text file of layer indices") from error
+        raise UserError(f"--keep {path}: cannot be read ({error}); give a text file of layer indices") from error
     if not text.lstrip().startswith(("[", "{")):
-        return _numbers("\n".join(line.split("#")[0] for line in text.splitlines()), f"--layers {path}")
+        return _numbers("\n".join(line.split("#")[0] for line in text.splitlines()), f"--keep {path}")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
+        raise UserError(f"--keep {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
     if not isinstance(value, list) or any(type(item) is not int for item in value):
         raise UserError(
-            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
+            f"--keep {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
             "select wrote"
         )
     return value
@@ -105,7 +105,7 @@ def _from_file(path: Path) -> list[int]:
 
 def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int, ...]:
     if not indices:
-        raise UserError(f"{where}: lists no layer; say --layers all to convert every one")
+        raise UserError(f"{where}: lists no layer; say --keep none to convert every one")
     for index in indices:
         if not 0 <= index < num_layers:
             raise UserError(f"{where}: layer {index} does not exist; the teacher has layers 0 to {num_layers - 1}")
@@ -118,7 +118,7 @@ def file_selection(spec: str, config: PreTrainedConfig) -> Selection | None:
     """The selection in the file that `spec` names; None if it names no file of `deltanet-hf select`.
 
     Args:
-        spec: the value of `--layers`.
+        spec: the value of `--keep`.
         config: the teacher's.
 
     Raises:
@@ -128,7 +128,7 @@ def file_selection(spec: str, config: PreTrainedConfig) -> Selection | None:
     value = _contents(path)
     if not isinstance(value, dict) or "format" not in value:
         return None
-    where = f"--layers {path}"
+    where = f"--keep {path}"
     selection = parse_selection(value, where)
     for key in ("model_type", "num_hidden_layers", "num_key_value_heads"):
         found, wanted = getattr(selection, key), getattr(config, key)

@@ -1,0 +1,61 @@
+"""Training and evaluation in Python: `distill` and `report` do what the commands of these names do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def distill(recipe: str | Path, changes: Mapping[str, Any] | None = None, **keys: Any) -> Path:
+    """Run all stages of a recipe; after an interruption, the same call continues the run.
+
+    >>> from deltanet_recipes import distill
+    >>> distill("smollm2-135m-hybrid-10m", {"stages.distil.tokens": 10**6}, student="student")  # doctest: +SKIP
+
+    Args:
+        recipe: a YAML file, or the name of a shipped recipe.
+        changes: values that replace those of the recipe, by their dotted keys.
+        keys: the same for keys without dots: student, output, seed.
+
+    Returns:
+        The folder of the final model.
+
+    Raises:
+        UserError: the recipe, a model or the text cannot be used.
+        QualityError: training diverges.
+    """
+    from deltanet_recipes.config import load_recipe
+    from deltanet_recipes.training.pipeline import run
+
+    overrides = {**(changes or {}), **keys}
+    return run(load_recipe(recipe, [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]))
+
+
+def report(
+    teacher: str | Path, students: Sequence[str | Path], out: str | Path, *, suite: str = "small", **options: Any
+) -> dict[str, Any]:
+    """Compare a teacher, its students and untrained baselines; after an interruption, the same call continues.
+
+    >>> from deltanet_recipes import report
+    >>> report("SmolLM2-135M-Instruct", ["run/final"], "report", suite="texts")["models"]  # doctest: +SKIP
+
+    Args:
+        teacher: a folder or Hub id.
+        students: folders or Hub ids, or NAME=FOLDER.
+        out: the folder for report.md, report.json and the figures.
+        suite: small, full, texts, standard, ruler, completion or ifeval.
+        options: further fields of `deltanet_hf.evaluation.report.material.ReportOptions`.
+
+    Returns:
+        The contents of report.json.
+
+    Raises:
+        UserError: a model, the suite or an input cannot be used.
+    """
+    from deltanet_hf.evaluation.report.material import ReportOptions
+    from deltanet_hf.evaluation.report.write_report import run_report
+
+    named = [str(student) for student in students]
+    return run_report(ReportOptions(str(teacher), named, Path(out), suite=suite, **options), lambda line: None)

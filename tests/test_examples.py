@@ -1,0 +1,124 @@
+"""The examples: Python files run in small, and the commands of the scripts parse."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib import pyplot
+
+from deltanet_convert.start import START
+from deltanet_hf.mixers import MIXERS
+from support.tiny_conversion import quick_start, teacher_folder
+from tests.test_documents import command_lines_parse, recipes_modules_and_scripts_exist
+
+FOLDER = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> dict[str, Any]:
+    """The names that a file defines."""
+    return runpy.run_path(str(FOLDER / name))
+
+
+@pytest.fixture
+def teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    return teacher_folder(tmp_path / "teacher", "llama", max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sh")), ids=lambda script: script.name)
+def test_the_commands_of_a_script_parse(script: Path) -> None:
+    text = f"```sh\n{script.read_text(encoding='utf-8')}```"
+    assert text.count("\ndeltanet-hf ") >= 4
+    command_lines_parse(text)
+    recipes_modules_and_scripts_exist(text)
+
+
+def test_a_layer_from_the_operators_learns_to_recall(capsys: pytest.CaptureFixture[str]) -> None:
+    example("layer_from_kernels.py")["main"](150)
+    first, *_, last, both = capsys.readouterr().out.splitlines()
+    recalled = [int(line.split(", ")[1].partition("%")[0]) for line in (first, last)]
+    assert recalled[0] < 15  # chance is 6
+    assert recalled[1] > 60
+    assert float(both.split()[-1]) < 1e-4  # token by token
+
+
+def test_a_rule_of_ones_own(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = example("add_rule.py")
+    monkeypatch.setitem(MIXERS, "steady_deltanet", names["SteadyDeltaNet"])  # and take it away after the test
+    names["main"](str(teacher), str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["deltanet"]["kinds"]["linear"]["mixer"] == "steady_deltanet"
+    assert "nats per token" in capsys.readouterr().out
+
+
+def test_fine_tuning_with_trl(teacher: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from deltanet_convert import convert
+
+    convert(teacher, tmp_path / "student", keep="every:4", mixer="gated_deltanet", calibration_tokens=256)
+    rows = [{"prompt": f"What is {n}?", "completion": f" It is {n}."} for n in range(16)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    example("trl_sft.py")["main"](str(tmp_path / "student"), str(tmp_path / "data.jsonl"), str(tmp_path / "out"), "2")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["cache_bits"] == 4
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as vLLM's OpenAI interface does."""
+
+    def _answer(self, value: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "student"}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = {"content": f"{asked['model']} was asked: {asked['messages'][-1]['content']}"}
+        self._answer({"choices": [{"message": reply}], "usage": {"completion_tokens": 7}})
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    serving = HTTPServer(("localhost", 0), Server)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    yield f"http://localhost:{serving.server_port}"
+    serving.shutdown()
+
+
+def test_a_client_of_vllm(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example("vllm_client.py")["main"]("Who?", server)
+    assert capsys.readouterr() == ("student was asked: Who?\n", "student: 7 tokens\n")
+
+
+def test_the_notebook_runs(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEACHER", str(teacher))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    cells = json.loads((FOLDER / "gated_deltanet.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        assert not cell.get("outputs")
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "gated_deltanet.ipynb", "exec"), names)
+    assert "strength 2: parity right at 100%" in capsys.readouterr().out
+    recalled = names["recalled"]
+    assert recalled(16, "decayed") > 0.9  # and of outdated values, linear attention forgets none:
+    assert max(recalled(128, "decayed"), recalled(16, "off")) < 0.8
+    assert torch.all(names["g"] <= 0)

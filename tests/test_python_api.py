@@ -1,0 +1,75 @@
+"""The Python API: conversion, selection, training and report by the functions that the packages export."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import deltanet_convert
+import deltanet_recipes
+from deltanet_convert import convert, plan, select
+from deltanet_convert.start import START
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.report import write_report
+from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_recipes import distill, report
+from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
+from support.tiny_run import ALIGN, make_workplace, recipe_tree, write_recipe
+
+
+@pytest.fixture
+def teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    return teacher_folder(tmp_path / "teacher", "llama")
+
+
+def test_a_conversion(teacher: Path, tmp_path: Path) -> None:
+    text = text_file(tmp_path)
+    options: dict[str, Any] = {"keep": "every:2", "mixer": "gated_deltanet", "set": {"allow_neg_eigval": True}}
+    made = convert(teacher, tmp_path / "out", text=text, calibration_tokens=TOKENS, **options)
+    assert made == json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert made["options"]["set"] == {"allow_neg_eigval": True}
+    table = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.deltanet
+    assert table["layers"] == ["linear", "softmax", "linear", "softmax"]
+    planned = plan(teacher, **options)
+    assert planned.to_json()["converted_layers"] == [0, 2]
+    assert planned.cache_bytes == made["plan"]["cache_bytes"]
+    with pytest.raises(UserError, match=r"^calibration_token: unknown option, did you mean calibration_tokens\?$"):
+        plan(teacher, calibration_token=3)
+
+
+def test_a_selection_for_a_conversion(teacher: Path, tmp_path: Path) -> None:
+    found = select(teacher, tmp_path / "s.json", keep="1", method="uniform", mixer="gated_deltanet")
+    assert found.layers == (2,)
+    planned = plan(teacher, keep=str(tmp_path / "s.json"), mixer="gated_deltanet")
+    assert planned.to_json()["converted_layers"] == [0, 1, 3]
+
+
+def test_a_training_run(tmp_path: Path) -> None:
+    place = make_workplace(tmp_path / "place", layers=(0, 2))
+    recipe = write_recipe(tmp_path, recipe_tree(place, [ALIGN], output=str(tmp_path / "unused")))
+    changes = {"stages.align.tokens": ALIGN["batch_tokens"]}
+    final = distill(recipe, changes, output=tmp_path / "run")
+    assert final == tmp_path / "run" / "final"
+    assert json.loads((final / "recipe.json").read_text())["stages"][0]["tokens"] == ALIGN["batch_tokens"]
+
+
+def test_a_report_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_report, "run_report", lambda options, say: {"options": options})
+    made = report("teacher", [tmp_path / "a", "b=hub/b"], tmp_path / "out", suite="texts", limit=2)
+    students = [str(tmp_path / "a"), "b=hub/b"]
+    assert made["options"] == ReportOptions("teacher", students, tmp_path / "out", suite="texts", limit=2)
+
+
+@pytest.mark.parametrize("package", [deltanet_convert, deltanet_recipes])
+def test_what_a_package_exports_is_documented(package: Any) -> None:
+    for name in package.__all__:
+        function = getattr(package, name)
+        assert ">>> " in inspect.getdoc(function)
+        documented = inspect.getdoc(function).partition("Args:")[2]
+        assert [each for each in inspect.signature(function).parameters if each not in documented] == []
