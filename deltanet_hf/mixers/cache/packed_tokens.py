@@ -105,8 +105,7 @@ class PackedTokens:
         old = self.cache_before(k)
         longest, cu_seqlens = (length, None) if self._lengths is None else (max(self._lengths), self._cu_seqlens)
         groups, reach = kept.groups(self._seen + longest), (kept.window, kept.sinks, kept.family_window)
-        rest = scale, softcap, cu_seqlens, longest, kept.edge
-        call = PackedPartCall(q, k, v, old, groups, *reach, *rest)
+        call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest, kept.edge)
         if self._padding is None:
             o, lse, cache = packed_part.unchecked(call)
         else:
@@ -164,8 +163,8 @@ class PackedTokens:
         cache = self._cache(state)
         self.state = state
         reach = kept.window, kept.sinks, kept.family_window
-        rest = scale, softcap, cos, sin, self._slots, self._pages, kept.edge
-        call = PackedStepCall(q, k, v, cache, *reach, *rest)
+        places = self._slots, self._pages
+        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, kept.edge)
         return packed_step_.unchecked(call)
 
 

@@ -81,8 +81,8 @@ def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall
         state = dict(zip(NAMES, cache.tensors, strict=True))
     else:
         k, v, seen = as_kept(k, v, branch.cache_bits, order)
-    rest = branch.scale, branch.cache_bits, branch.softcap, seen, None, branch.edge
-    near, lse = quantised_attention(q, k, v, branch.window, branch.sinks, *rest)
+    held = branch.scale, branch.cache_bits, branch.softcap
+    near, lse = quantised_attention(q, k, v, branch.window, branch.sinks, *held, seen, edge=branch.edge)
     near, lse = with_learned_sinks(near, lse, branch.learned_sinks)
     keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
     return Leaving(near, lse, keys, values, None, state)
@@ -124,11 +124,12 @@ def _part(
     first = (base * GROUP)[:, None]
     numbers = kept.seen.numbers.long().expand(len(q), -1)
     at = (numbers - 1 - first).where((numbers > 0) & (numbers > first), length)
-    made = []
-    for x in (keys, values):
+
+    def placed(x: Tensor) -> Tensor:
         room = x.new_zeros(len(x), length + 1, x.shape[1], x.shape[3])
-        made.append(room.scatter(1, at[:, :, None, None].expand_as(x.transpose(1, 2)), x.transpose(1, 2))[:, :-1])
-    return Leaving(near, lse, *made, base, kept.state)
+        return room.scatter(1, at[:, :, None, None].expand_as(x.transpose(1, 2)), x.transpose(1, 2))[:, :-1]
+
+    return Leaving(near, lse, placed(keys), placed(values), base, kept.state)
 
 
 def _step(

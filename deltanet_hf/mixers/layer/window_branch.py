@@ -206,8 +206,8 @@ class WindowBranch(Part):
             rest = self.scale, self.cache_bits, self.softcap, None, self.kept.key_order
             near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
         else:
-            rest = self.scale, cu_seqlens, self.softcap, self.edge
-            near, lse = window_attention(q, k, v, self.window, self.sinks, *rest)
+            reach = self.window, self.sinks
+            near, lse = window_attention(q, k, v, *reach, self.scale, cu_seqlens, self.softcap, edge=self.edge)
         return with_learned_sinks(near.view(shape), lse.view(shape[:3]), self.learned_sinks)
 
     def _attend_kept(

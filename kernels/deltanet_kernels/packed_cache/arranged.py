@@ -150,7 +150,7 @@ def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyVa
         held = call.cache.bits, call.groups, None, call.cache.key_order
         cache, keys, values = torch_pack_prompt(PackPromptCall(call.k, call.v, *held))
         rest = min(window, T), sinks, call.factor, call.softcap, call.edge
-        prompt = PromptAttentionCall(*call[:3], keys, values, *rest)
+        prompt = PromptAttentionCall(call.q, call.k, call.v, keys, values, *rest)
         return *torch_prompt_attention(prompt), cache
     places = torch.arange(call.q.shape[1], device=call.q.device)
     return attention_by_numbers(call, call.cache.lengths.long()[:, None] + places)

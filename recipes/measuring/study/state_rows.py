@@ -103,7 +103,7 @@ def main(
         if bits is not None:
             set_cache_bits(student, bits)
         width, run = cache_bits_of(student), run_facts(Path(folder))
-        row = {"run": name, "product": product, "budget_mb": budget, "bits": width}
+        row: dict[str, Any] = {"run": name, "product": product, "budget_mb": budget, "bits": width}
         row |= {f"mb_{at}k": round(stored_bytes(student, at * 1024, width) / 1e6, 3) for at in (2, 32)}
         row |= {"tokens": run.get("tokens", 0), "seed": run.get("seed"), **measure(student)}
         words = [*common, *flags(model=f"{name}=FOLDER", product=product or None, budget=budget, bits=bits)]
