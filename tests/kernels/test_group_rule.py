@@ -177,6 +177,8 @@ def test_refusals() -> None:
         chunk_group_gated_delta_rule(**given | {"v": given["v"][:, 1:]})
     with pytest.raises(TypeError, match=r"initial_state: got dtype torch\.float64, needs torch\.float32"):
         chunk_group_gated_delta_rule(**given | {"initial_state": given["initial_state"].double()})
+    with pytest.raises(NotImplementedError, match=r"gradients in torch\.float16 of 1 key heads for 3 value heads"):
+        triton(**arguments(Case("shared keys", T=33, HV=3), torch.float16, DEVICE))
 
 
 # On the GPU only: low precision, every head size, bits.
@@ -184,7 +186,7 @@ def test_refusals() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1 and not c.HV], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
     given = arguments(case, dtype, DEVICE)

@@ -247,7 +247,8 @@ def chunk_group_triton(call: GroupRuleCall) -> tuple[torch.Tensor, torch.Tensor 
     the same bits every time.
 
     Raises:
-        NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16.
+        NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16; gradients in 16 bits
+            where value heads share a key head.
     """
     q, k, v, rule = call.q, call.k, call.v, call.rule
     check_supported(q.dtype, q.shape[3], v.shape[3])
@@ -255,6 +256,8 @@ def chunk_group_triton(call: GroupRuleCall) -> tuple[torch.Tensor, torch.Tensor 
     if min(q.shape[3], v.shape[3]) < MIN_HALF_SIZE:
         q, k, v = q.float(), k.float(), v.float()
     keep = rule.needs_gradients()
+    if keep and k.shape[2] < v.shape[2] and dtype != torch.float32:
+        raise NotImplementedError(f"gradients in {dtype} of {k.shape[2]} key heads for {v.shape[2]} value heads")
     forward = GroupForward(
         q, k, v, call.g, call.beta, call.initial_state, rule.factor, call.use_qk_l2norm_in_kernel,
         call.output_final_state, keep,
