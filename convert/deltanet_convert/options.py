@@ -165,7 +165,8 @@ class ConvertOptions(Options):
         Option(
             help="Positions of whole heads with --context. `yarn`: the teacher's, stretched (YaRN). `nope`: none, with "
             "scores that grow with the length; train such a model before use. `cut`: the teacher's, with longer "
-            "distances than its own cut (ReRoPE); only with --cache-bits 16."
+            "distances than its own cut (ReRoPE); only with --cache-bits 16.",
+            show_default="yarn",
         ),
     ] = "yarn"
     dtype: Annotated[
