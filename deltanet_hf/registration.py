@@ -36,9 +36,7 @@ class _AfterAutoClasses(MetaPathFinder):
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
                 if name == MODELS or MODELS not in sys.modules:
-                    importlib.import_module(CONFIGURATIONS)
-                if name == MODELS:
-                    importlib.import_module(OTHER_CLASSES)
+                    _register()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
@@ -47,8 +45,13 @@ class _AfterAutoClasses(MetaPathFinder):
 def register_with_auto_classes() -> None:
     """Register now if the Auto classes are imported, else when they will be."""
     if CONFIG in sys.modules:
-        importlib.import_module(CONFIGURATIONS)
-    if MODELS in sys.modules:
-        importlib.import_module(OTHER_CLASSES)
-    elif not any(isinstance(finder, _AfterAutoClasses) for finder in sys.meta_path):
+        _register()
+    if MODELS not in sys.modules and not any(isinstance(finder, _AfterAutoClasses) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterAutoClasses())
+
+
+def _register() -> None:
+    configurations = importlib.import_module(CONFIGURATIONS)
+    # Without its last function it is being imported by a call of this that goes on afterwards.
+    if MODELS in sys.modules and hasattr(configurations, "config_classes"):
+        importlib.import_module(OTHER_CLASSES)

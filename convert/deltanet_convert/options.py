@@ -371,7 +371,7 @@ class ConvertOptions(Options):
         from deltanet_hf.mixers import recommended
 
         try:
-            return recommended(self.mixer, self.profile, self.training, teacher)
+            return recommended(self.mixer, self.profile, self.training, teacher, "delayed=false" not in self.changes)
         except ValueError as error:
             raise UserError(f"--{error}") from None
 

@@ -94,7 +94,7 @@ class FastMixer:
         has_step = self.has_step if padding is None else self._has_padded_step
         if length == 1 and has_step and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding, call.slots), None
-        if layer.delays:
+        if layer.delays and padding is None:
             return layer.with_delayed_state(x, position_embeddings, replace(call, prompt_length=prompt_length)), None
         if padding is None and cu_seqlens is None and self._has_prefill:
             return self.prefill(x, position_embeddings, call, prompt_length), None

@@ -85,13 +85,18 @@ def unknown_mixer(name: str) -> str:
 
 
 def recommended(
-    name: str, profile: str = "faithful", training: bool = True, teacher: PreTrainedConfig | None = None
+    name: str,
+    profile: str = "faithful",
+    training: bool = True,
+    teacher: PreTrainedConfig | None = None,
+    delayed: bool = True,
 ) -> tuple[type[LayerKind], MixerSettings]:
     """The mixer of a name in `MIXER_NAMES` or `MIXERS`, and its recommended settings.
 
     Args:
         profile, training: see `LayerKind.default_settings`.
         teacher: whose size decides about some settings; None for a small one.
+        delayed: whether a state beside a window holds what has left it, where its rule may, instead of every token.
 
     Raises:
         ValueError: an unknown name or profile, or a window in a profile that has none.
@@ -107,7 +112,7 @@ def recommended(
     if profile != "faithful":
         raise ValueError(f"profile: got {profile!r}, whose layer has no window; take the mixer {kind.name}")
     assert issubclass(kind, Mixer)
-    beside = BESIDE_WINDOW | (DELAYED if kind.may_delay else {})
+    beside = BESIDE_WINDOW | (DELAYED if delayed and kind.may_delay else {})
     return kind, replace(settings, **beside)
 
 

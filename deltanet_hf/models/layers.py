@@ -140,7 +140,7 @@ class LayerTable:
         Raises:
             ValueError: an unknown mixer, profile or setting, or a setting with a wrong value.
         """
-        kind, defaults = recommended(mixer, profile, True, teacher)
+        kind, defaults = recommended(mixer, profile, True, teacher, changes.get("delayed", True))
         settings = {**defaults.to_dict(), **changes}
         return cls.uniform(kind, kind.Settings.from_dict(settings, mixer), num_layers, softmax)
 

@@ -126,8 +126,12 @@ class OnCuda(NamedTuple):
     x: Any = SimpleNamespace(is_cuda=True)
 
 
+def two(call: OnCuda) -> int:
+    return 2
+
+
 def falls_back_with_one_warning(triton: Callable[[], Any], words: str) -> None:
-    operator = dispatch.Operator("doubled", OnCuda, check=lambda _: None, cpu=lambda _: 2, triton=triton)
+    operator = dispatch.Operator("doubled", OnCuda, check=lambda _: None, cpu=two, triton=triton)
     with pytest.warns(RuntimeWarning, match=words):
         assert operator() == 2
     with warnings.catch_warnings():

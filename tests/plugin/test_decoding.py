@@ -30,7 +30,7 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "gated_linear": {"mixer": "gated_linear", "qk_activation": "silu"},
     "retention": {"mixer": "retention", "expand_kv": False},
     "linear": {"mixer": "linear", "conv_size": 0, "k_offset": True},
-    "linear+window": {"mixer": "linear+window", "window": 3, "sinks": 1, "state_dtype": "float32"},
+    "linear+window": {"mixer": "linear+window", "window": 3, "sinks": 1, "state_dtype": "float32", "delayed": False},
     "deltanet": {"mixer": "deltanet", "allow_neg_eigval": True},
     "late writes": {"late_writes": 3},
 }

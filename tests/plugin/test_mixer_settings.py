@@ -21,7 +21,7 @@ from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.parts import KeyOffset
 from deltanet_kernels import naive_gated_delta_rule
 from support.refusals import assert_refused
-from support.tiny_models import HYBRID, LAYERS, tiny_student
+from support.tiny_models import HYBRID, LAYERS, READS_ALL, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(4))
 BARE = {"conv_size": 0, "output_norm": "none", "output_gate": False, "rope": False}
@@ -253,10 +253,12 @@ def test_late_writes_and_8_bits() -> None:
     """Prompt, steps over two folds, several tokens: exact in float32, near it in 8 bits."""
     ids = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(1))
     for mixer in ("gated_deltanet", "deltanet", "retention", "linear+window"):
-        full = tiny_student("llama", mixer=mixer, state_dtype="float32")
+        reads_all = READS_ALL if "+window" in mixer else {}
+        full = tiny_student("llama", mixer=mixer, state_dtype="float32", **reads_all)
         wanted = full(ids).logits
         for state_dtype, late_writes, bound in (("float32", 8, 1e-5), ("int8", 8, 0.05), ("int8", 2, 0.05)):
-            model = tiny_student("llama", mixer=mixer, state_dtype=state_dtype, late_writes=late_writes)
+            changes = {"state_dtype": state_dtype, "late_writes": late_writes, **reads_all}
+            model = tiny_student("llama", mixer=mixer, **changes)
             model.load_state_dict(full.state_dict())
             cache = DynamicCache(config=model.config)
             parts = ids.split([4, *[1] * 18, 3, 5], dim=1)

@@ -146,7 +146,9 @@ def test_fused_steps_of_rules_that_erase_nothing(
         ("gemma3_text", mixed_heads("softmax", "window", window=20), {"layer_types": ["full_attention"]}),
         (
             "llama",
-            LayerTable.preset(1, "gated_deltanet+window", window=20, sinks=2, state_dtype="float32").only_kind,
+            LayerTable.preset(
+                1, "gated_deltanet+window", window=20, sinks=2, state_dtype="float32", delayed=False
+            ).only_kind,
             {},
         ),
     ],

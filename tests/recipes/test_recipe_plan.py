@@ -48,9 +48,9 @@ def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage:
     student = load_student(recipe.student, torch.float32)
     ((_, sizes, *_),) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
     train_for(student, recipe.stages[0], seed=0)
-    in_mixers = sum(p.numel() for mixer in mixers(student).values() for p in mixer.parameters())
-    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    assert (sizes.in_mixers, sizes.rest) == (in_mixers, trained - in_mixers)
+    trained = {name: p.numel() for name, p in student.named_parameters() if p.requires_grad}
+    in_mixers = sum(size for name, size in trained.items() if ".linear_attn." in name and "lora_" not in name)
+    assert (sizes.in_mixers, sizes.rest) == (in_mixers, sum(trained.values()) - in_mixers)
 
 
 def test_the_plan_knows_the_files_that_a_stage_keeps(
@@ -120,6 +120,6 @@ def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
     align = next(stage for stage in recipe.stages if isinstance(stage, Align))
     joint = align.model_copy(update={"mode": "joint"})
     layerwise, whole = estimates([align, joint], student, alone, recipe.data.holdout_tokens)
-    assert 2 * 2**30 < layerwise.peak.total < 12 * 2**30
+    assert 1.5 * 2**30 < layerwise.peak.total < 12 * 2**30
     assert layerwise.disk == pytest.approx(26e9, rel=0.1)
     assert whole.peak.total > 24 * 2**30

@@ -15,7 +15,7 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import Kind
 
 LAYERS = 4
-READS_ALL: dict[str, Any] = {"delayed": False, "conv_size": 4, "state_dtype": "bfloat16"}
+READS_ALL: dict[str, Any] = {"delayed": False}
 """Settings of a state beside a window that reads all tokens."""
 COMMON: dict[str, Any] = {
     "vocab_size": 97,

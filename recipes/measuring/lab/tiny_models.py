@@ -17,8 +17,9 @@ from deltanet_hf.mixers import Mixer
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.layers import SOFTMAX
 
-NO_POSITIONS = {"rope": False, "k_offset": False}
-"""Settings of every mixer that has them: a position tells nothing in these tasks, and no key is centred."""
+NO_POSITIONS = {"rope": False, "k_offset": False, "delayed": False}
+"""Settings of every mixer that has them: a position tells nothing in these tasks, no key is centred, and a state beside
+a window, whose keys have no positions either, reads every token."""
 
 
 @dataclass(frozen=True)
