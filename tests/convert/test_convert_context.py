@@ -16,7 +16,6 @@ from deltanet_convert.calibration_text import calibration_text
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.views.plan_view import print_plan
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.cache_bits import set_cache_bits
 from support.refusals import assert_refused
 from support.tiny_conversion import opened, teacher_folder, text_file, tiny_conversion, tiny_job
 
@@ -29,7 +28,7 @@ def test_what_is_measured_is_the_model_that_is_loaded(tmp_path: Path, positions:
     teacher = teacher_folder(tmp_path / "teacher", "llama")
     options = {**WINDOWS, "positions": positions, "cache_bits": 16 if positions == "cut" else 4}
     report = tiny_conversion(teacher, tmp_path / "out", **options)
-    model: Any = set_cache_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), 16)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     reference: Any = AutoModelForCausalLM.from_pretrained(teacher).eval()
     assert (model.config.max_position_embeddings, reference.config.max_position_embeddings) == (512, 128)
     ids = calibration_text(opened(teacher), text_file(tmp_path), 256, 0, report["text"]["sequence_length"]).held_out

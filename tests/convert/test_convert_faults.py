@@ -256,5 +256,5 @@ def test_how_the_teacher_is_called_is_no_setting_of_the_student(teacher: Path, t
 def test_auto_has_nothing_to_choose_from_one_layer(tmp_path: Path) -> None:
     types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     teacher = teacher_folder(tmp_path / "teacher", "gemma3_text", layer_types=types)
-    with pytest.raises(UserError, match=r"^--layers auto: teacher has one layer of full attention, .* --layers all"):
+    with pytest.raises(UserError, match=r"^--keep auto: teacher has one layer of full attention, .* --keep none"):
         convert_command(str(teacher), tmp_path / "out", dry_run=True, device="cpu")

@@ -226,7 +226,7 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
     before, after, kl = (f"{check['teacher_perplexity']:.2f}", f"{check['perplexity']:.2f}", f"{check['kl']:.3f}")
     assert f"| perplexity | {before} | {after} |\n| KL to the teacher, nats per token | 0 | {kl} |" in card
     assert "keeps keys and values in 8 bits, as in the measurements above" in card
-    print_report(report, Console(width=160))
+    print_report(report, Console(width=400))
     printed = capsys.readouterr().out
     assert f"perplexity {before} -> {after}, KL to the teacher {kl} nats" in printed
     assert "copied weights" not in printed

@@ -164,7 +164,10 @@ def test_the_earlier_form_of_keep(layers: str, keep: str, automatic: bool) -> No
         ({"mixer": "gdn"}, "--mixer: got 'gdn', did you mean gated_deltanet?; expected one of gated_deltanet, "),
         ({"mixer": "windows"}, "--mixer: got 'windows', did you mean window?; "),
         ({"mixer": "?"}, "--mixer: got '?'; expected one of "),
-        ({"mixer": "gated_deltanet", "changes": ("ropes=true",)}, "--set ropes=true: unknown key 'ropes', did you mean rope?; --set help lists "),
+        (
+            {"mixer": "gated_deltanet", "changes": ("ropes=true",)},
+            "--set ropes=true: unknown key 'ropes', did you mean rope?; --set help lists ",
+        ),
     ],
 )
 def test_what_was_meant(options: dict[str, Any], said: str) -> None:

@@ -139,7 +139,7 @@ def recipe(workplace: Path, out: Path, stage: dict[str, Any], **changes: Any) ->
 
 
 WEIGHTED = {**DISTIL, "sequence_length": 128, "recall_weight": 4.0}
-WEIGHTED["optimizer"] = {**DISTIL["optimizer"], "projection_lr": 1e-3}
+WEIGHTED["optimizer"] = {**DISTIL["optimizer"], "projection_lr": 3e-3}
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
