@@ -111,8 +111,8 @@ LARGE = [
     ("8B", [SHARED, f"{SHORT}=8192"], "distil", 2, 34.4),
     ("8B", [SHARED, "stages.long.batch_tokens=16384"], "long", 2, 43.5),
 ]
-"""Peaks of `large_models` in GiB with their evaluation, for students without windows, projections trained in full. That of layerwise alignment is
-its first layer's: later ones still had what the layers before had recorded."""
+"""Peaks of `large_models` in GiB with their evaluation, for students without windows, projections trained in full.
+That of layerwise alignment is its first layer's: later ones still had what the layers before had recorded."""
 
 
 @pytest.mark.parametrize(("shape", "changes", "kind", "world", "gib"), LARGE)
