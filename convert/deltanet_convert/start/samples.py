@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from deltanet_hf.mixers.layer import DeltaRule, Mixer
 from deltanet_hf.process_memory import give_back_freed_memory
@@ -113,10 +112,4 @@ class Samples:
         layer = self.layer
         if layer.kv_repeats > 1:  # states that share projections
             k, v = (part.repeat_interleave(layer.kv_repeats, dim=2) for part in (k, v))
-        if layer.k_offset is not None:
-            k = layer.k_offset(k)
-        if layer.settings.qk_activation == "silu":
-            q, k = F.silu(q), F.silu(k)
-        if layer.settings.v_activation == "silu":
-            v = F.silu(v)
-        return q, k, v
+        return layer.activated(q, k, v)
