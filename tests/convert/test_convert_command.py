@@ -76,7 +76,7 @@ STAYS = layer("softmax", 0, 8, "softmax")
     [
         (0.01, 10**8, [layer("window 9", 0), STAYS], "Close to", "smollm2-135m-heads-10m"),
         (0.13, 10**9, [layer("window 9", 0)], "Apart from its teacher. Training", "qwen3-0.6b"),
-        (0.24, 10**8, [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m-hybrid-10m"),
+        (0.24, 10**8, [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m-4bit-10m"),
         (0.77, 10**8, [layer("Gated DeltaNet")], "Far from its teacher: train it before use", "smollm2-135m-10m"),
         (0.0, 10**9, [layer("forgetting attention", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
         (0.0, 10**8, [layer("forgetting attention", 1, 9)], "Close to", "smollm2-135m-10m stages.distil.ce_weight=1"),

@@ -13,14 +13,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltanet_convert.keep_option import file_selection
+from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select import Selection, probes, read_selection
 from deltanet_convert.select.budget import USUAL_SHARE, Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
-from deltanet_convert.select.for_convert import SHAPES
+from deltanet_convert.select.for_convert import SHAPES, shipped_selection
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.teacher_model import Teacher, meta_model
+from deltanet_hf import converted_config
 from deltanet_hf.errors import UserError
+from deltanet_hf.models.cache_bits import stored_bytes
+from deltanet_hf.models.factory import model_class
 from support.far_model import far_folder
 from support.refusals import assert_refused
 from support.tiny_conversion import teacher_folder, tiny_job
@@ -51,6 +55,19 @@ def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return far_folder(tmp_path_factory.mktemp("teachers") / "far")
+
+
+def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
+    config = LlamaConfig(**SHAPES["smollm2-135m-instruct.json"])
+    sizes = []
+    for mixer in ("window", "gated_deltanet+window"):
+        selection = shipped_selection(config, with_states=mixer != "window")
+        assert selection is not None
+        table = ConvertOptions(mixer=mixer).table_of(selection, config)
+        model = meta_model(model_class("llama"), converted_config(config, table), torch.bfloat16)
+        sizes.append(stored_bytes(model, 2048, 4))
+    assert sizes[0] == pytest.approx(5.33e6, rel=1e-3)
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(

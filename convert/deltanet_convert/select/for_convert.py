@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.loading import chosen_device
+from deltanet_hf.mixers import WINDOW_SUFFIX
 
 from ..options import AUTO, ConvertOptions
 from ..storage.safetensors_folder import read_json
@@ -34,7 +35,9 @@ SHAPES: dict[str, dict[str, str | int]] = {
         "num_key_value_heads": 3,
         "vocab_size": 49152,
     },
-}  # the teachers of the shipped selections, by the keys of config.json that tell them from others
+}
+"""The teachers of the shipped selections, by the keys of config.json that tell them from others. Each has a second
+selection, states-NAME, for windows with states."""
 ON_GPU = (
     f"Measuring the heads and windows that are worth {USUAL_SHARE} of the teacher's bytes, which takes minutes; "
     "--keep every:4 keeps evenly spread layers at once."
@@ -57,7 +60,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
         raise UserError(f"{out}: exists; choose another folder, or add --overwrite to replace it")
     method, budget = "forward", None if options.keep == AUTO else Budget.parse(options.keep)
     if budget is None:
-        if (shipped := shipped_selection(teacher.config)) is not None:
+        if (shipped := shipped_selection(teacher.config, options.mixer.endswith(WINDOW_SUFFIX))) is not None:
             unit = "layers" if shipped.unit == "layer" else "key/value heads"
             show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
@@ -95,11 +98,14 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
         ) from error
 
 
-def shipped_selection(config: PreTrainedConfig) -> Selection | None:
-    """The selection that is shipped for a teacher with a config of this shape, if there is one."""
+def shipped_selection(config: PreTrainedConfig, with_states: bool = False) -> Selection | None:
+    """The selection that is shipped for a teacher with a config of this shape, if there is one.
+
+    The windows of that `with_states` are as much shorter as states take bytes.
+    """
     for file, shape in SHAPES.items():
         if all(getattr(config, key) == value for key, value in shape.items()):
-            return read_selection(SHIPPED / file)
+            return read_selection(SHIPPED / (f"states-{file}" if with_states else file))
     return None
 
 
