@@ -67,8 +67,9 @@ def load_model(name: str, folder: Path, dtype: torch.dtype | str, **options: Any
     with _one_line_errors(name, "the model", "give the folder that `deltanet-hf convert` wrote, or copy it again"):
         config, implementation = options.pop("config", None), options.get("attn_implementation", "sdpa")
         if config is None:  # which some of the options change
-            known = {"trust_remote_code": False, "return_unused_kwargs": True}
-            config, options = AutoConfig.from_pretrained(folder, **known, **options)
+            config, options = AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, return_unused_kwargs=True, **options
+            )
         config = with_usual_outputs(config)
         if caps_scores(config) and implementation == "sdpa":
             options["attn_implementation"] = "eager"
