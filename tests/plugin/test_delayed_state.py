@@ -126,7 +126,7 @@ def test_settings(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("cuts", [[140], [1, 31, 33, 64, 11], [64, 1, 1, 74], [1] * 140], ids=len)
+@pytest.mark.parametrize("cuts", [[140], [1, 31, 33, 64, 11], [110, 1, 1, 28], [1] * 140], ids=len)
 @pytest.mark.parametrize("window", [33, 65])
 @torch.no_grad()
 def test_a_prompt_in_parts(bits: int, cuts: list[int], window: int) -> None:
@@ -221,13 +221,11 @@ def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
         at = angles(model, x[:, t : t + 1], torch.tensor([[t]]))
         for one, held in ((kind, cache), (exact, other)):
             one(x[:, t : t + 1], at, past_key_values=held)
-        state = cache.layers[0].state
+        state, wanted = cache.layers[0].state, other.layers[0].state["state"]
         seen.append(state["state"].clone())
         assert t % GROUP == 0 or torch.equal(seen[-1], seen[-2])
-    wanted = other.layers[0].state["state"]
-    error = (state["state"] * state["state_scale"].unsqueeze(-1) - wanted).abs().amax(-1)
-    folds = 200 // GROUP - 1
-    assert (error <= 0.51 * folds * state["state_scale"]).all()
+        error = (state["state"] * state["state_scale"].unsqueeze(-1) - wanted).abs().amax(-1)
+        assert (error <= 0.51 * max(0, t // GROUP - 1) * state["state_scale"]).all()
     assert error.max() > 0
 
 
