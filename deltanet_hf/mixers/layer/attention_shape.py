@@ -45,7 +45,7 @@ class MixerProjections(MixerSettings):
     state_dtype: StateDtype = "float32"  # of the state in the cache; the arithmetic is float32
     window: int = 0  # tokens of a softmax window beside the state; 0 for none
     sinks: int = 4  # first tokens of a sequence that the window sees too
-    delayed: bool = False  # the state holds what has left the window, not all tokens (`delayed_state.py`)
+    delayed: bool = False  # the state holds what has left the window, not all tokens
     conv_on: ConvolvedParts = "qkv"  # what the convolution acts on
     output_gate_rank: int = 0  # of the output gate's projection; 0 for a full matrix
 
@@ -110,7 +110,7 @@ BESIDE_WINDOW: dict[str, Any] = {
 }  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
 DELAYED: dict[str, Any] = {
     "delayed": True,
-    "conv_size": 0,  # its tails cost as much as a longer window is worth (docs/results.md)
+    "conv_size": 0,  # its tails cost as much as a longer window is worth (docs/gated-deltanet.md)
     "state_dtype": "int8",
 }  # and where the rule can have a state of what has left the window
 
