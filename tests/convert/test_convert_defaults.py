@@ -104,13 +104,14 @@ def test_the_profile_for_export_has_no_window_and_no_selection(
 def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for file, shape in for_convert.SHAPES.items():  # of which each ships a selection that fits
-        shipped = read_selection(for_convert.SHIPPED / file)
-        assert {key: getattr(shipped, key) for key in shape.keys() & vars(shipped).keys()}.items() <= shape.items()
+    for file, shape in for_convert.SHAPES.items():  # of which each ships selections that fit
+        for name in (file, f"states-{file}"):
+            shipped = read_selection(for_convert.SHIPPED / name)
+            assert {key: getattr(shipped, key) for key in shape.keys() & vars(shipped).keys()}.items() <= shape.items()
     (file, shape), lines = next(iter(for_convert.SHAPES.items())), []
     units = {"unit": "layer", "kept": ((0,), (2,)), "order": ((2,), (0,)), "planned_windows": (33,) * 4}
     tiny = replace(shipped, num_hidden_layers=4, num_key_value_heads=2, **units)
-    (tmp_path / file).write_text(json.dumps(tiny.to_json()))
+    (tmp_path / f"states-{file}").write_text(json.dumps(tiny.to_json()))
     monkeypatch.setattr(for_convert, "SHIPPED", tmp_path)
     config = tiny_job(teacher, tmp_path / "first").teacher.config
     known = {key: getattr(config, key) for key in shape}
