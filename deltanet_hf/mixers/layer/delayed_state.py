@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.mix_call import MixCall
-from deltanet_hf.mixers.layer.token_order import reordered
+from deltanet_hf.mixers.layer.token_order import along, placed, reordered
 from deltanet_kernels.packed_cache.layout import GROUP
 
 Mix = Callable[[MixCall], tuple[Tensor, State]]
@@ -48,11 +48,8 @@ def read_packed(mix: Mix, call: MixCall, groups: int, sinks: int) -> Tensor:
     at_q = (begin + (group - groups) * 2 * GROUP + place).where(reads, room)
     at_k = (begin + group * 2 * GROUP + GROUP + place).where(writes, room)
 
-    def placed(x: Tensor, at: Tensor) -> Tensor:
-        return x.new_zeros(1, room + 1, *x.shape[2:]).index_copy(1, at, x)[:, :-1]
-
-    q = placed(call.q, at_q)
-    k, v, *gates = (placed(x, at_k) for x in (call.k, call.v, *call.gates))
+    q = placed(call.q, at_q[None], room)
+    k, v, *gates = (placed(x, at_k[None], room) for x in (call.k, call.v, *call.gates))
     output, _ = mix(MixCall(q, k, v, tuple(gates), None, None, False, begins.to(cu_seqlens.dtype)))
     return F.pad(output, (0, 0, 0, 0, 0, 1))[:, at_q].masked_fill(~reads[:, None, None], 0.0)
 
@@ -104,8 +101,7 @@ def read_leaving(
     at = numbers - (base + groups)[:, None] * GROUP
     reads_state = (numbers >= 0) & (at >= 0)
     at = at.where(reads_state, call.k.shape[1])
-    q = call.q.new_zeros(len(call.q), call.k.shape[1] + 1, *call.q.shape[2:])
-    q = q.scatter(1, at[:, :, None, None].expand_as(call.q), call.q)[:, :-1]
+    q = placed(call.q, at, call.k.shape[1])
     output, state = read(MixCall(q, call.k, call.v, gates, None, call.state, call.keep_state))
     return reordered(F.pad(output, (0, 0, 0, 0, 0, 1)), at).masked_fill(~reads_state[:, :, None, None], 0.0), state
 
@@ -151,7 +147,7 @@ def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Te
     room = new.new_zeros(len(new), places + 1, *new.shape[2:], dtype=torch.bfloat16)
     if old is not None:
         room[:, :places] = old
-    return room.scatter(1, _along(at, new), new.to(room.dtype))[:, :-1].contiguous()
+    return room.scatter(1, along(at, new), new.to(room.dtype))[:, :-1].contiguous()
 
 
 def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, base: Tensor, length: int) -> Tensor:
@@ -165,14 +161,9 @@ def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, base: Tensor, le
         places, begin = old.shape[1], numbers.where(numbers >= 0, numbers.amax() + 1).amin(1, keepdim=True)
         held = first + (torch.arange(places, device=numbers.device) - first) % places
         at = (held - first).where((held < begin) & (held < first + length), length)
-        room = room.scatter(1, _along(at, old), old.to(new.dtype))
+        room = room.scatter(1, along(at, old), old.to(new.dtype))
     at = (numbers - first).where((numbers >= first) & (numbers < first + length), length)
-    return room.scatter(1, _along(at, new), new)[:, :-1]
-
-
-def _along(at: Tensor, x: Tensor) -> Tensor:
-    """Places [B, T] as an index of x [B, T, ...]."""
-    return at.view(*at.shape, *[1] * (x.dim() - 2)).expand_as(x)
+    return room.scatter(1, along(at, new), new)[:, :-1]
 
 
 def written(gate: Tensor, first: int, end: int | Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
+from deltanet_hf.mixers.layer.token_order import placed
 from deltanet_kernels import pack_prompt, round_tokens
 from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.packed_cache.arranged import ArrangedTokens
@@ -124,12 +125,8 @@ def _part(
     first = (base * GROUP)[:, None]
     numbers = kept.seen.numbers.long().expand(len(q), -1)
     at = (numbers - 1 - first).where((numbers > 0) & (numbers > first), length)
-
-    def placed(x: Tensor) -> Tensor:
-        room = x.new_zeros(len(x), length + 1, x.shape[1], x.shape[3])
-        return room.scatter(1, at[:, :, None, None].expand_as(x.transpose(1, 2)), x.transpose(1, 2))[:, :-1]
-
-    return Leaving(near, lse, placed(keys), placed(values), base, kept.state)
+    left_keys, left_values = (placed(x.transpose(1, 2), at, length) for x in (keys, values))
+    return Leaving(near, lse, left_keys, left_values, base, kept.state)
 
 
 def _step(

@@ -57,8 +57,21 @@ def in_order(
 
 def reordered(tensor: Tensor, order: Tensor) -> Tensor:
     """The tokens of tensor [B, N, ...] at the places `order` [B, M], in this order: [B, M, ...]."""
-    index = order.reshape(*order.shape, *[1] * (tensor.dim() - 2)).expand(*order.shape, *tensor.shape[2:])
-    return tensor.gather(1, index)
+    return tensor.gather(1, along(order, tensor))
+
+
+def placed(tensor: Tensor, at: Tensor, places: int) -> Tensor:
+    """The tokens of tensor [B, T, ...] in the places `at` [B, T] of [B, places, ...], and zeros elsewhere.
+
+    Tokens whose place is `places` are left out.
+    """
+    room = tensor.new_zeros(len(tensor), places + 1, *tensor.shape[2:])
+    return room.scatter(1, along(at, tensor), tensor)[:, :-1]
+
+
+def along(places: Tensor, tensor: Tensor) -> Tensor:
+    """Places [B, M] as an index [B, M, ...] of the tokens of tensor [B, N, ...]."""
+    return places.reshape(*places.shape, *[1] * (tensor.dim() - 2)).expand(*places.shape, *tensor.shape[2:])
 
 
 def padding_last(padding: Tensor) -> tuple[Tensor, Tensor]:

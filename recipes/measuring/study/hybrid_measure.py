@@ -97,12 +97,12 @@ class HybridMeasure:
         tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name, _, _ in TEXTS.values()}
         self.prefix = prefix_ids(tokenizer)
         self.windows = {
-            name: _windows(tokens[array], size, min(count, limit or count), array in SPREAD).to(teacher.device)
+            name: text_windows(tokens[array], size, min(count, limit or count), array in SPREAD).to(teacher.device)
             for name, (array, size, count) in TEXTS.items()
             if size <= longest
         }
         count = min(SEGMENTS, limit or SEGMENTS)
-        self.segments = _windows(tokens["heldwiki"], SEGMENT, count, spread=True).to(teacher.device)
+        self.segments = text_windows(tokens["heldwiki"], SEGMENT, count, spread=True).to(teacher.device)
         self.distances = {
             name: bigram_distances(self.windows[name].cpu().numpy()) for name in WITH_BIGRAMS if name in self.windows
         }
@@ -164,12 +164,7 @@ class HybridMeasure:
         return max(1, self._budget() // windows.shape[1])
 
 
-def spread_windows(tokens: np.ndarray, size: int, count: int) -> Tensor:
-    """At most `count` windows [count, size] int64 without overlap, spread evenly over a text."""
-    return _windows(tokens, size, count, spread=True)
-
-
-def _windows(tokens: np.ndarray, size: int, count: int, spread: bool) -> Tensor:
+def text_windows(tokens: np.ndarray, size: int, count: int, spread: bool) -> Tensor:
     """At most `count` windows [count, size] int64 without overlap: the first of a text, or spread evenly over it."""
     available = len(tokens) // size
     count = min(count, available)

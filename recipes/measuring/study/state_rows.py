@@ -26,7 +26,7 @@ from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from measuring.rows import RowFile
-from measuring.study.hybrid_measure import HAYSTACK, TEXTS, spread_windows
+from measuring.study.hybrid_measure import HAYSTACK, TEXTS, text_windows
 from measuring.study.made_by import commands, flags
 from measuring.study.recall_cells import recall_cells
 from measuring.study.results_row import load_for_measure, run_facts
@@ -54,7 +54,9 @@ class StateMeasure:
         self.texts = {}
         for text in KL:
             array, size, count = TEXTS[text]
-            self.texts[text] = spread_windows(tokens[array], size, min(count, limit or count)).to(teacher.device)
+            self.texts[text] = text_windows(tokens[array], size, min(count, limit or count), spread=True).to(
+                teacher.device
+            )
         probes = recall_cells(tokenizer, tokens[HAYSTACK], int(teacher.config.max_position_embeddings), True, limit)
         self.probes = {name: probes[name] for name in FACTS}
 
