@@ -151,7 +151,7 @@ class LayerStep:
 
     @functools.cached_property
     def _rotary(self) -> FarRotary | None:
-        """What the layers of a student that reads further rotate by, from the teacher's rotary embedding."""
+        """The rotary embedding of a student that reads further, made from the teacher's."""
         meta = self.student.model.rotary_emb
         if not isinstance(meta, FarRotary):
             return None

@@ -35,7 +35,7 @@ DEFAULT_MIXER = "window"  # of the commands `convert` and `select`: ahead of a s
 
 
 def keep_of_layers(layers: str) -> str:
-    """What `--keep` says for a value of `--layers`, its earlier form."""
+    """The value of `--keep` for one of `--layers`, its earlier form."""
     if layers == "all":
         return "none"
     return re.sub("^keep:", "layers:", layers.removeprefix(f"{AUTO}:"))

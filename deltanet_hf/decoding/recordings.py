@@ -1,4 +1,4 @@
-"""What each model has recorded: steps by batch size, and prompts."""
+"""The recordings of each model: steps by batch size, and prompts."""
 
 from __future__ import annotations
 

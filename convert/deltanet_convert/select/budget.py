@@ -58,7 +58,7 @@ class Budget:
 
     @classmethod
     def usual(cls, candidates: Candidates, plans_windows: bool) -> Budget:
-        """What `--keep auto` stands for.
+        """The budget of `--keep auto`.
 
         A ninth of the teacher's bytes where windows can be planned; else a quarter of the units, or beside layers that
         slide half, or facts are lost that pass from one global layer to the next (Gemma 3 270M, docs/selecting.md).

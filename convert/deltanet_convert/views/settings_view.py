@@ -47,7 +47,7 @@ def own_keys(settings: type[MixerSettings]) -> list[str]:
 
 
 def _values(kind: Any) -> str:
-    """What a setting may be."""
+    """The values that a setting may have."""
     if get_origin(kind) is Literal:
         return ", ".join(map(str, get_args(kind)))
     return "true, false" if kind is bool else "a number"
