@@ -9,8 +9,8 @@ time, and one mixes. A step of another rule is computed as a prompt of one token
 
 All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
 other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
-padded steps and all steps of other rules, in 3 or 2 bits every step. A state of what has left a window is computed by
-the operations of the module.
+padded steps and all steps of other rules, in 3 or 2 bits every step. A state of what has left a window
+has kernels of its own (`delayed.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from deltanet_hf.fast.copied import copied
+from deltanet_hf.fast.delayed import delayed_prefill, delayed_step, has_kernels
 from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.norms import FastNorm, form_of
 from deltanet_hf.fast.side_by_side import side_by_side
@@ -61,11 +62,11 @@ class FastMixer:
         branch = mixer.window_branch
         bits = 16 if branch is None else branch.cache_bits
         of_keys_alone = conv is not None and mixer.settings.conv_on == "k"
-        has_kernels = branch is None or (branch.learned_sinks is None and not branch.delayed)
-        self._has_prefill = not of_keys_alone and has_kernels
+        plain = branch is None or (branch.learned_sinks is None and not branch.delayed)
+        self._has_prefill, self._delays = not of_keys_alone and plain, has_kernels(mixer)
         self._is_gated_delta_rule = mixer.is_gated_delta_rule
         # A step takes the `slots` of a server's cache too. 3 and 2 bits have no packed form.
-        self.has_step = self._has_prefill and bits >= 4 and self._is_gated_delta_rule
+        self.has_step = self._delays or (self._has_prefill and bits >= 4 and self._is_gated_delta_rule)
         self._has_padded_step = self.has_step and bits == 16
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the window reads other queries and keys than the state: `prompt_inputs` then returns them too.
@@ -94,6 +95,9 @@ class FastMixer:
         has_step = self.has_step if padding is None else self._has_padded_step
         if length == 1 and has_step and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding, call.slots), None
+        if self._delays and padding is None and cu_seqlens is None and call.state is None:
+            inputs = self._inputs(layer.project(x), position_embeddings, None, False)
+            return layer.o_proj(delayed_prefill(layer, x, inputs, call, prompt_length).flatten(-2)), None
         if layer.delays and padding is None:
             return layer.with_delayed_state(x, position_embeddings, replace(call, prompt_length=prompt_length)), None
         if padding is None and cu_seqlens is None and self._has_prefill:
@@ -154,6 +158,8 @@ class FastMixer:
         The sequences are in the rows `slots` [B] of its tensors, where these are given.
         """
         layer, state = self.layer, cache.state
+        if self._delays:
+            return layer.o_proj(delayed_step(layer, x, position_embeddings, cache).flatten(-2))  # type: ignore[no-any-return]
         tail = state["conv_tail"].clone() if padding is not None and self._conv_weight is not None else None
         q, k, v = layer.project(x)
         rule_gates, output_gate = layer.step_gates(x), layer.output_gate(x)
