@@ -6,7 +6,8 @@
                      for once per `generate`
     reasons.py       these reasons: hooks, adapters, offloading, sharding, training, replaced methods
     decoder.py       the decoder and its layers, with the residual sums handed on to the next norm
-    mixer.py         prefill and decoding step of a mixer
+    mixer.py         the steps of a mixer (mixers/layer/mixer.py) that it computes in another way
+    delta_rule.py    those of the delta family: gates, and the decoding step in one kernel
     window.py        prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
     packed.py        prefill and decoding step of softmax and window layers, alone or mixed, with a cache in 8 or 4 bits
     norms.py         norms with residual sums, one kernel each

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltanet_hf.fast.copied import copied
+from deltanet_hf.fast.delta_rule import fast_mixer
 from deltanet_hf.fast.joint import joint_linears
-from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
 from deltanet_hf.fast.packed import QKV, FastPacked, is_packed
-from deltanet_hf.mixers.cache.argument import cache_in
 from deltanet_hf.mixers.layer.mixer import Mixer
 
 
@@ -98,26 +97,19 @@ class FastLayer:
         norms = (None if name is None else FastNorm(getattr(layer, name)) for name in names)
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
         linear = layer._modules.get("linear_attn")
-        self._attention = (
-            fast_attention(layer.self_attn, may_move) if linear is None else LinearAttention(linear, may_move)
-        )
+        self._attention = fast_attention(layer.self_attn if linear is None else linear, may_move)
+        # Which layers of Qwen3.5's form do not take, nor prompts that are padded for a recording.
+        self.takes_prompt_length = linear is None and bool(getattr(self._attention, "takes_prompt_length", True))
         self._mlp = fast_part(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, may_move)
         self._multiplier = getattr(layer, "residual_multiplier", None)
-
-    @property
-    def takes_prompt_length(self) -> bool:
-        """See `FastDecoder`."""
-        return bool(getattr(self._attention, "takes_prompt_length", True))
 
     def __call__(self, hidden_states: Tensor | Sum, **call: Any) -> Sum:
         """Hidden states [B, T, hidden], or a sum that gives them -> the sum that gives those of the next layer."""
         x, residual = self._normed(self._before_attention, hidden_states)
-        x = self._attention(hidden_states=x, **call)[0]
+        x = _first(self._attention(hidden_states=x, **call))
         total = self._added(x, self._after_attention, residual)
         x, residual = self._normed(self._before_mlp, total)
-        x = self._mlp(x)
-        x = x[0] if isinstance(x, tuple) else x  # gpt-oss returns the router's scores, too
-        return self._added(x, self._after_mlp, residual)
+        return self._added(_first(self._mlp(x)), self._after_mlp, residual)
 
     @staticmethod
     def _normed(norm: FastNorm | None, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
@@ -133,20 +125,9 @@ class FastLayer:
         return Sum(x if self._multiplier is None else x * self._multiplier, residual)
 
 
-class LinearAttention:
-    """A layer of Qwen3.5's name and signature, for which transformers drops the mask of a single token."""
-
-    takes_prompt_length = False
-
-    def __init__(self, mixer: Mixer, may_move: bool) -> None:
-        self._mixer = FastMixer(mixer, may_move)
-
-    def __call__(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, padding: Any = None, **call: Any
-    ) -> tuple[Tensor, None]:
-        if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, Tensor):
-            attention_mask = ~padding
-        return self._mixer(hidden_states, None, attention_mask, cache_in(call), call.get("cu_seq_lens_q"), padding)
+def _first(output: Any) -> Tensor:
+    """The output of a block, with which some return weights or a router's scores."""
+    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
 TOGETHER = (QKV, ("gate_proj", "up_proj"))
@@ -156,7 +137,7 @@ TOGETHER = (QKV, ("gate_proj", "up_proj"))
 def fast_part(module: nn.Module, may_move: bool) -> Any:
     """The stand-in of a module in the fast form: a module of this package, a copy with faster parts, or itself."""
     if isinstance(module, Mixer):
-        return FastMixer(module, may_move)
+        return fast_mixer(module, may_move)
     if is_known(module):
         return FastMLP(module, may_move)
     if form_of(module) is not None:

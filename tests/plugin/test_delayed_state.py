@@ -52,14 +52,15 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     branch = mixer.window_branch
     assert branch is not None
     (B, T, _), bits = x.shape, branch.cache_bits
-    q, k, v = mixer.window_inputs(mixer.project(x), model.model.rotary_emb(x, torch.arange(T)[None]))
+    projected = mixer.project(x)
+    q, k, v = mixer.window_inputs(projected, model.model.rotary_emb(x, torch.arange(T)[None]))
     far_k, far_v = k, v  # as queries of later groups, and the state, get them
     if bits < 16:
         k, v, seen = as_kept(k, v, bits, None)
         far_k, far_v = (straight_through(part, other) for part, other in zip((k, v), seen, strict=True))
     times = mixer.kv_repeats
     rule_q, rule_k, rule_v = mixer.activated(q, *(x.repeat_interleave(times, 2) for x in (far_k, far_v)))
-    gates = tuple(map(as_waiting, mixer.gates(x, None)))
+    gates = tuple(map(as_waiting, mixer.gates(projected, None)))
     outputs, state, written = [], None, branch.sinks
     for t in range(T):
         own, left = t // GROUP * GROUP, max(0, (t // GROUP - branch.groups) * GROUP)
@@ -82,7 +83,7 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         )
         scores = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * branch.scale
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
-        far = mixer.gated_norm(far, mixer.output_gate(x[:, now]))
+        far = mixer.gated_norm(far, mixer.project(x[:, now]).gate)
         count = t + 1 - len(seen)
         logit = branch.share_proj(x[:, now]) + branch.slopes.far_slope * math.log(max(count, 1))
         share = (logit - branch.slopes.near_slope * scores.logsumexp(-1)[:, None]).sigmoid().unsqueeze(-1) * (count > 0)

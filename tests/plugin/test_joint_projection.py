@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.fast import FastDecoder, fast_form, form
+from deltanet_hf.fast.delta_rule import fast_mixer
 from deltanet_hf.fast.joint import joint_linears
-from deltanet_hf.fast.mixer import FastMixer
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -80,9 +80,9 @@ def test_a_layer_makes_one_product(name: str) -> None:
     mixer, x, cos = model.model.layers[0].self_attn, torch.randn(2, 7, 32), torch.randn(1, 7, 16)
     with torch.no_grad():
         with Products() as apart:
-            FastMixer(mixer, False)(x, (cos, cos.sin()))
+            fast_mixer(mixer, False)(x, (cos, cos.sin()))
         with Products() as joint:
-            FastMixer(mixer, True)(x, (cos, cos.sin()))
+            fast_mixer(mixer, True)(x, (cos, cos.sin()))
     assert apart.count - joint.count == projections - 1
     assert is_joint(model)
     addresses = [parameter.data_ptr() for parameter in mixer.parameters()]
