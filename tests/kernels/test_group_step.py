@@ -118,7 +118,9 @@ def test_the_leaving_group_is_written_by_the_rule_without_sinks() -> None:
 
 
 @pytest.mark.usefixtures("rounding_to_nearest")
-@pytest.mark.parametrize(("T", "groups", "length"), [(200, 2, None), (200, 2, 129), (200, 2, 130), (40, 3, None), (97, 0, None)])
+@pytest.mark.parametrize(
+    ("T", "groups", "length"), [(200, 2, None), (200, 2, 129), (200, 2, 130), (40, 3, None), (97, 0, None)]
+)
 def test_the_gates_of_a_prompt(T: int, groups: int, length: int | None) -> None:
     make = torch.Generator().manual_seed(2)
     a, b = (torch.randn(2, T, 3, generator=make) for _ in range(2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from deltanet_hf.fast import mixer as fast_mixer
+from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.layer import DeltaRule
@@ -54,14 +54,15 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     branch = mixer.window_branch
     assert branch is not None
     (B, T, _), bits = x.shape, branch.cache_bits
-    q, k, v = mixer.window_inputs(mixer.project(x), model.model.rotary_emb(x, torch.arange(T)[None]))
+    projected = mixer.project(x)
+    q, k, v = mixer.window_inputs(projected, model.model.rotary_emb(x, torch.arange(T)[None]))
     far_k, far_v = k, v  # as queries of later groups, and the state, get them
     if bits < 16:
         k, v, seen = as_kept(k, v, bits, None)
         far_k, far_v = (straight_through(part, other) for part, other in zip((k, v), seen, strict=True))
     times = mixer.kv_repeats
     rule_q, rule_k, rule_v = mixer.activated(q, *(x.repeat_interleave(times, 2) for x in (far_k, far_v)))
-    gates = tuple(map(as_waiting, mixer.gates(x, None)))
+    gates = tuple(map(as_waiting, mixer.gates(projected, None)))
     outputs, state, written = [], None, branch.sinks
     for t in range(T):
         own, left = t // GROUP * GROUP, max(0, (t // GROUP - branch.groups) * GROUP)
@@ -84,7 +85,7 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         )
         scores = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * branch.scale
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
-        far = mixer.gated_norm(far, mixer.output_gate(x[:, now]))
+        far = mixer.gated_norm(far, mixer.project(x[:, now]).gate)
         count = t + 1 - len(seen)
         logit = branch.share_proj(x[:, now]) + branch.slopes.far_slope * math.log(max(count, 1))
         share = (logit - branch.slopes.near_slope * scores.logsumexp(-1)[:, None]).sigmoid().unsqueeze(-1) * (count > 0)
@@ -225,16 +226,17 @@ def test_the_fast_form(changes: dict[str, Any]) -> None:
         logits = [model(part, past_key_values=cache).logits for part in tokens.split(parts, 1)]
         return torch.cat(logits, 1)
 
-    for parts in ((135,), (95, *[1] * 40), (60, 9, *[1] * 66)):
-        with plain_form():
-            wanted = read(parts)
-        called = []
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("delayed_prefill", "delayed_step"):
-                kernels = getattr(fast_mixer, name)
-                patch.setattr(fast_mixer, name, lambda *call, of=kernels: (called.append(of), of(*call))[1])
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_prompt", "_step"):
+            kernels = getattr(FastDelayedRule, name)
+            patch.setattr(FastDelayedRule, name, lambda *call, of=kernels: (called.append(of), of(*call))[1])
+        for parts in ((135,), (95, *[1] * 40), (60, 9, *[1] * 66)):
+            with plain_form():
+                wanted = read(parts)
+            called.clear()
             close(read(parts), wanted)
-        assert len(called) == len(model.model.layers) * (1 + parts.count(1))
+            assert len(called) == len(model.model.layers) * (1 + parts.count(1))
 
 
 @torch.no_grad()

@@ -160,8 +160,8 @@ def check_group_step(call: GroupStepCall) -> None:
     (B, HK, groups, _, D), H = cache.key_scales.unsqueeze(3).shape, state.shape[1]
     if groups < 1 or H % HK or q.dim() != 4 or q.shape[2] % H:
         raise ValueError(
-            f"got {q.shape[-2]} query heads, {H} states, {HK} key heads and {groups} groups; each number of heads needs "
-            "to divide the one before, and a group to be there"
+            f"got {q.shape[-2]} query heads, {H} states, {HK} key heads and {groups} groups; each number of heads "
+            "needs to divide the one before, and a group to be there"
         )
     checks.require_shape("q", q, (B, 1, q.shape[2], D), "[B, 1, HQ, D] of the cache")
     for name, x in (("a", call.a), ("b", call.b)):

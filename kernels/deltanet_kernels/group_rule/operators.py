@@ -38,9 +38,7 @@ chunk_group_gated_delta_rule = Operator(
     "chunk_group_gated_delta_rule", GroupRuleCall, check=check_group_rule, cpu=chunk_group_torch, triton=_chunk
 )
 
-group_gates = Operator(
-    "group_gates", GroupGatesCall, check=check_group_gates, cpu=torch_group_gates, triton=_gates
-)
+group_gates = Operator("group_gates", GroupGatesCall, check=check_group_gates, cpu=torch_group_gates, triton=_gates)
 """The gates of a prompt beside a state of what has left its window."""
 
 group_gated_delta_step_ = Operator(
