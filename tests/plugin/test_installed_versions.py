@@ -70,7 +70,7 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
 def test_the_repository_has_one_address() -> None:
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()
     assert f"\nurl: {REPOSITORY}\n" in (ROOT / "CITATION.cff").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         assert set(re.findall(r"https://github\.com/deltanet-hf[\w/-]*", page.read_text())) <= {REPOSITORY}, page
     assert install_command("eval") == f"pip install 'deltanet-hf[eval] @ git+{REPOSITORY}'"
 
@@ -78,7 +78,7 @@ def test_the_repository_has_one_address() -> None:
 def test_nothing_says_to_install_this_package_from_an_index() -> None:
     """Whoever took the name there would run code on the machines of those who follow."""
     sources = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     for file in (*sources, *pages):
         assert not re.search(r"pip install [^\n`]*deltanet[-_]hf", file.read_text(encoding="utf-8")), file
 

@@ -25,7 +25,7 @@ from measuring.study.results_row import Measure
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 KL_NAMES = ("kl_1k", "kl_4k", "kl_8k")
 KL_OF_A_ROW = re.compile(r"(?<![\d/] )\b0\.\d{3} / 0\.\d{3} / 0\.\d{3}\b(?! /)")
 GENERATED = [page for page in PAGES if "\n<!-- end of " in (ROOT / page).read_text(encoding="utf-8")]
@@ -33,7 +33,7 @@ GENERATED = [page for page in PAGES if "\n<!-- end of " in (ROOT / page).read_te
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_tables_are_current(name: str) -> None:
-    """If this fails, run `python tools/readme_tables.py README.md docs/*.md`."""
+    """If this fails, run `python tools/readme_tables.py README.md docs/*.md docs/research/*.md`."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert rewritten(text, ROOT) == text
