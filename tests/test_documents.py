@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -14,10 +15,14 @@ import pytest
 import torch
 import typer
 
+import deltanet_convert
+import deltanet_recipes
 from deltanet_hf.mixers import MIXERS, Mixer
+from deltanet_hf.version import REPOSITORY
 from deltanet_recipes.cli import COMMANDS, build_app
 from deltanet_recipes.shipped import shipped_recipes
 from measuring.kernels.__main__ import NAMES
+from site_links import on_page_markdown
 from support.tiny_models import tiny_student
 
 ROOT = Path(__file__).parents[1]
@@ -125,6 +130,28 @@ def test_the_rule_in_pytorch_is_the_operator() -> None:
     torch.testing.assert_close(place["chunked"][0], place["output"], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(place["last"][0], place["state"], rtol=1e-4, atol=1e-5)
     assert place["output"].abs().mean() > 0.01
+
+
+def test_the_site_has_every_page() -> None:
+    named = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_links_of_the_site_to_files_outside_lead_to_the_repository() -> None:
+    text = "[a](../../examples/x.sh#L2) [b](../concepts.md#glossary) [c](https://a.b/c) [d](#e)"
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="research/reproducing.md"))
+    seen = on_page_markdown(text, page=page, config=types.SimpleNamespace(repo_url=REPOSITORY))
+    assert seen == text.replace("../../examples", f"{REPOSITORY}/blob/main/examples")
+
+
+def test_what_the_api_page_names_exists() -> None:
+    names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for module, _, member in (each.rpartition(".") for each in names):
+        assert getattr(importlib.import_module(module), member).__doc__, member
+    exported = [
+        f"{package.__name__}.api.{each}" for package in (deltanet_convert, deltanet_recipes) for each in package.__all__
+    ]
+    assert set(exported) <= set(names)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from deltanet_kernels.installed_versions import OLDEST, TooOldError, require
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("deltanet_hf", "kernels/deltanet_kernels", "convert/deltanet_convert", "recipes")
-NOT_IN_THE_SUITE = ("hatchling", "mypy", "pre-commit", "ruff", "vllm")
+NOT_IN_THE_SUITE = ("hatchling", "mkdocs-material", "mkdocstrings-python", "mypy", "pre-commit", "ruff", "vllm")
 
 
 def lower_bounds() -> dict[str, str]:
@@ -69,6 +69,7 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
 
 def test_the_repository_has_one_address() -> None:
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nrepo_url: {REPOSITORY}\n" in (ROOT / "mkdocs.yml").read_text()
     assert f"\nurl: {REPOSITORY}\n" in (ROOT / "CITATION.cff").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         assert set(re.findall(r"https://github\.com/deltanet-hf[\w/-]*", page.read_text())) <= {REPOSITORY}, page
