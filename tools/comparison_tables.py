@@ -118,7 +118,7 @@ def _table(layout: dict[str, Any], lines: list[Line], cell: Callable[[Line, str]
 def _cell(line: Line, names: str) -> str:
     parts = []
     for name in names.split():
-        value, error = line.row.get(name), line.row.get(f"{name}_se")
+        value, error = line.row.get(name), line.row.get(f"{name}_se", line.row.get("stderr", {}).get(name))
         if value is None or (name == "tokens" and not value):
             parts.append("-")
             continue
