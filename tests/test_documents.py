@@ -31,8 +31,13 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 UsageError = typer.BadParameter.__mro__[1]  # of Click, which newer versions of Typer contain
 EXAMPLE = re.compile(r"<!-- example: relu_attention [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
+DEVELOPER_PAGES = ("contributing.md", "kernel-code.md", "recipe-keys.md")
+HOUSE_WORDS = re.compile(  # of the project alone: say full-attention head, before training, with, fused inference path
+    r"\bwhole (?:key/value )?(?:heads?|layers?)\b|\b(?:heads?|layers?) (?:\w+ )?whole\b|\buntrained\b|\bbeside\b"
+    r"|\b(?:fast|plain) form\b|\bstart values?\b|\bother jobs\b|\bbusy\b|\beven bits\b|\bearlier cache\b|\bwants\b"
+    r"|\brows of \d|\bshare of (?:the )?(?:window|state)\b|‡",
+    re.IGNORECASE,
+)
 RULE = re.compile(r"<!-- example: gated_delta_rule [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -67,6 +72,13 @@ def test_the_readme_is_short() -> None:
     table = [line for line in text.partition("<!-- front")[2].splitlines() if line.startswith("|")]
     assert len(table) <= 2 + 7
     assert table[0].count("|") <= 7
+
+
+def test_user_pages_use_the_words_of_the_field() -> None:
+    for page in PAGES:
+        if page.name not in DEVELOPER_PAGES and page.parent.name != "research":
+            prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", FENCED.sub("", page.read_text(encoding="utf-8")))
+            assert not HOUSE_WORDS.findall(prose), page
 
 
 def links_lead_somewhere(page: Path) -> None:
