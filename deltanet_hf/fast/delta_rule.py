@@ -106,9 +106,9 @@ class FastDeltaRule(FastMixer, DeltaRule):
         if branch is None:
             output = recur()
         else:
-            heads = tuple(map(self.split_heads, (q, k, v)))
+            own_q, own_k, own_v = map(self.split_heads, (q, k, v))
             far, near = side_by_side(
-                recur, lambda: window_step(branch, *heads, state, padding, cos, sin, call.slots), x.device
+                recur, lambda: window_step(branch, own_q, own_k, own_v, state, padding, cos, sin, call.slots), x.device
             )
             output = mixture(branch, projected.share, near, far)  # type: ignore[arg-type]
         if tail is not None and padding is not None:  # the kernels move the tail of all rows

@@ -29,8 +29,8 @@ def reasons(model: Any) -> Iterator[str]:
     if getattr(model, "hf_quantizer", None) is not None:
         yield "the weights are quantised"
     weights = list(model.parameters())
-    if any(weight.is_meta for weight in weights):
-        yield "weights are on the meta device"
+    if any(weight.is_meta or not weight.numel() for weight in weights):
+        yield "weights are on the meta device, or empty"
     if len({weight.device for weight in weights}) > 1:
         yield "the weights are on several devices"
     for name, module in model.named_modules():

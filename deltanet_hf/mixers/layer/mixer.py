@@ -266,8 +266,9 @@ class Mixer(LayerKind, nn.Module):
         assert v is not None
         q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast learned norms give float32
-        if gate is not None:
-            gate = self.split_heads(gate if self.g_down is None else self.g_proj(gate))
+        if self.g_down is not None and self.g_proj is not None:
+            gate = self.g_proj(gate)
+        gate = None if gate is None else self.split_heads(gate)
         return Projected(x, q, k, v, gate, a, b, share)
 
     def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
