@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from deltanet_hf.fast.decoder import norms_of
-from deltanet_hf.fast.norms import form_of
+from deltanet_hf.fast.parts import form_of
 
 OUR_HOOKS = (  # which do nothing to the results
     "deltanet_hf.mixers.layer.masks",

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltanet_hf.fast.children import with_children
-from deltanet_hf.fast.joint import JointProjection
-from deltanet_hf.fast.norms import FastNorm, form_of
+from deltanet_hf.fast.parts import FastNorm, JointProjection, form_of
 from deltanet_hf.mixers.attention.paired_class import paired_class
 
 QKV = ("q_proj", "k_proj", "v_proj")

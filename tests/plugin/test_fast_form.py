@@ -99,7 +99,7 @@ def test_it_computes_what_the_plain_form_does(name: str) -> None:
 def test_many_tokens_pass_a_feed_forward_block_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_student("llama").to(DEVICE)
     whole = read(model, WHOLE)
-    monkeypatch.setattr("deltanet_hf.fast.mlp.PART", 10)
+    monkeypatch.setattr("deltanet_hf.fast.parts.PART", 10)
     torch.testing.assert_close(read(model, WHOLE), whole, **ROUNDING)
 
 
