@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
 from deltanet_hf.mixers.cache.packed_reach import tokens_before
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
@@ -55,15 +55,16 @@ class LayerPlan:
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the teacher's cache of this layer for one sequence of `context` tokens."""
-        return self.kv_bytes_per_token * self._kept_tokens(context)
+        return self.kv_bytes_per_token * kept_tokens(context, self.window, packed=False)
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the converted model's cache of this layer for one sequence of `context` tokens."""
-        kept = tokens_before(context) if self.packed else self._kept_tokens(context)
-        return self.state_bytes + self.kept_kv_bytes_per_token * kept
+        return self.state_bytes + self.kept_kv_bytes_per_token * kept_tokens(context, self.window, self.packed)
 
-    def _kept_tokens(self, context: int) -> int:
-        return min(context, self.window or context)
+
+def kept_tokens(tokens: int, window: int | None, packed: bool) -> int:
+    """The tokens of a sequence whose bytes grow with it, given the family's own window."""
+    return tokens_before(tokens) if packed else min(tokens, window or tokens)
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,22 @@ def make_plan(
     )
 
 
+def cache_bytes(attention: Any, head_dim: int, dtype: torch.dtype, bits: int) -> tuple[int, int]:
+    """Bytes of one sequence in the cache of a layer: at any length, and per token that is kept.
+
+    Args:
+        attention: of the layer, the family's own or a `LayerKind`.
+        head_dim: channels of a head.
+    """
+    if bits < 16:
+        fixed = layer_bytes(attention, dtype, 1, bits)
+        return fixed, (layer_bytes(attention, dtype, CONTEXTS[0], bits) - fixed) // tokens_before(CONTEXTS[0])
+    if not isinstance(attention, LayerKind):
+        return 0, int(attention.config.num_key_value_heads) * 2 * head_dim * dtype.itemsize
+    numbers = 2 * head_dim + attention.extra_channels(dtype)
+    return attention.state_bytes(dtype), attention.growing_heads * numbers * dtype.itemsize
+
+
 def _layer_plan(
     teacher: Teacher,
     student: PreTrainedModel,
@@ -192,17 +209,8 @@ def _layer_plan(
     attention: Any = student.model.layers[index].self_attn
     teacher_attention: Any = teacher.model.model.layers[index].self_attn
     config = teacher.config
-    head_bytes = 2 * int(teacher_attention.head_dim) * dtype.itemsize
-    kv_heads = int(config.num_key_value_heads)
-    bits = table.cache_bits
-    if bits < 16:
-        fixed = layer_bytes(attention, dtype, 1, bits)
-        per_token = (layer_bytes(attention, dtype, CONTEXTS[0], bits) - fixed) // tokens_before(CONTEXTS[0])
-    elif replaced is None:
-        fixed, per_token = 0, kv_heads * head_bytes
-    else:
-        more = attention.extra_channels(dtype) * dtype.itemsize
-        fixed, per_token = attention.state_bytes(dtype), attention.growing_heads * (head_bytes + more)
+    head_dim = int(teacher_attention.head_dim)
+    fixed, per_token = cache_bytes(attention, head_dim, dtype, table.cache_bits)
     return LayerPlan(
         index=index,
         kind=table.layers[index],
@@ -212,7 +220,7 @@ def _layer_plan(
         **count_origins(before, weights, teacher_attention, attention),
         nbytes=sum(spec.nbytes for spec in mine.values()),
         state_bytes=fixed,
-        kv_bytes_per_token=kv_heads * head_bytes,
+        kv_bytes_per_token=cache_bytes(teacher_attention, head_dim, dtype, 16)[1],
         kept_kv_bytes_per_token=per_token,
-        packed=bits < 16,
+        packed=table.cache_bits < 16,
     )

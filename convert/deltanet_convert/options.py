@@ -347,10 +347,10 @@ class ConvertOptions(Options):
 
     @property
     def plans_windows(self) -> bool:
-        """Whether a budget in bytes may: a plan has windows without states."""
-        from deltanet_hf.mixers.window import WindowAttention
+        """Whether a budget in bytes may, see `Kind.takes_plan`."""
+        from deltanet_hf.models.layers import Kind
 
-        return self.mixer == WindowAttention.name and self.takes_windows
+        return self.takes_windows and Kind(*self._kind(None)).takes_plan
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltanet_hf.fast.children import with_children
-from deltanet_hf.fast.mixer import fast_mixer
+from deltanet_hf.fast.of_mixer import fast_mixer
 from deltanet_hf.fast.packed import FastPacked, is_packed
 from deltanet_hf.fast.parts import FastMLP, FastNorm, Sum, is_known_block
 from deltanet_hf.fast.softmax import QKV, FastSoftmax

@@ -7,8 +7,8 @@ rule, one kernel computes everything between the projections and the window, ano
 the window at the same time, and one mixes. A step of another rule is computed as a prompt of one token.
 
 The inputs of padded prompts, of several sequences in a row and of convolutions of the keys alone are computed as in
-`Mixer`; so are, with a window in 8 or 4 bits, padded steps, in 3 or 2 bits every step, and everything about a state of
-what has left a window but its projections and gates.
+`Mixer`; so are, with a window in 8 or 4 bits, padded steps, in 3 or 2 bits every step, and what `delayed.py` does not
+compute of a state of what has left a window.
 """
 
 from __future__ import annotations
@@ -239,11 +239,6 @@ class FastDeltaRule(FastMixer, DeltaRule):
         if tail is not None and padding is not None:  # the kernels move the tail of all rows
             state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), state["conv_tail"]))
         return output, state
-
-
-def fast_mixer(mixer: Any, may_move: bool) -> Any:
-    """A mixer for calls without gradients; arguments as in `FastMixer.of`."""
-    return (FastDeltaRule if isinstance(mixer, DeltaRule) else FastMixer).of(mixer, may_move)
 
 
 def _rotates(q: Tensor, cos: Tensor | None, sin: Tensor | None, head_dim: int) -> bool:

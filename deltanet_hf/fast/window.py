@@ -65,6 +65,7 @@ def mixture(
         gate,
         None if norm is None else norm.weight,
         1e-6 if norm is None else norm.eps,
+        branch.edge,
     )
     return window_mixture.unchecked(call)
 

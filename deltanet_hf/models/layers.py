@@ -46,6 +46,23 @@ class Kind:
         """Whether it has weights that the teacher does not have; windows, alone or beside softmax heads, have none."""
         return self.recurrent is not None or issubclass(self.mixer, AttentionKind)
 
+    @property
+    def takes_plan(self) -> bool:
+        """Whether a budget in bytes plans its windows: alone, or beside a state of what has left them."""
+        return self.mixer is WindowAttention or bool(getattr(self.settings, "delayed", False))
+
+    def with_window(self, window: int) -> Kind:
+        """The same with a window of so many tokens."""
+        return Kind(self.mixer, self.settings.with_window(window))
+
+    def with_softmax_heads(self, num_heads: int, softmax: Collection[int]) -> Kind:
+        """Mixed heads: softmax for the key/value heads in `softmax`, this kind for the others of `num_heads`."""
+        others = "window" if self.mixer is WindowAttention else "linear"
+        heads: Any = tuple(SOFTMAX if head in softmax else others for head in range(num_heads))
+        if self.mixer is WindowAttention:
+            return Kind(MixedHeads, MixedHeadsSettings(heads, self.settings.window, self.settings.sinks))
+        return Kind(MixedHeads, MixedHeadsSettings(heads, linear_mixer=self.mixer.name, linear=self.settings))
+
     def to_dict(self) -> dict[str, Any]:
         return {"mixer": self.mixer.name, **self.settings.to_dict()}
 
@@ -96,6 +113,7 @@ class LayerTable:
             num_heads: the number of key/value heads of a layer.
             softmax: (layer, key/value head).
         """
+        others = Kind(mixer, settings)
         kinds: dict[str, Kind] = {}
         layers = []
         for index in range(num_layers):
@@ -104,9 +122,7 @@ class LayerTable:
                 layers.append(SOFTMAX)
                 continue
             layers.append("_".join(["heads", *map(str, heads)]) if heads else mixer.in_tables)
-            kinds[layers[-1]] = (
-                _with_softmax_heads(mixer, settings, num_heads, heads) if heads else Kind(mixer, settings)
-            )
+            kinds[layers[-1]] = others.with_softmax_heads(num_heads, heads) if heads else others
         return cls(kinds, tuple(layers))
 
     def with_windows(self, windows: Sequence[int]) -> LayerTable:
@@ -116,8 +132,7 @@ class LayerTable:
         for name, window in zip(self.layers, windows, strict=True):
             layers.append(name if name == SOFTMAX else f"{name}_{window}")
             if name != SOFTMAX:
-                kind = self.kinds[name]
-                kinds[layers[-1]] = Kind(kind.mixer, kind.settings.with_window(window))
+                kinds[layers[-1]] = self.kinds[name].with_window(window)
         return replace(self, kinds=kinds, layers=tuple(layers))
 
     @classmethod
@@ -224,14 +239,6 @@ def layer_kinds(model: PreTrainedModel) -> Iterator[tuple[int, LayerKind]]:
         for part in layer.children():
             if isinstance(part, LayerKind):
                 yield index, part
-
-
-def _with_softmax_heads(mixer: type[LayerKind], settings: Any, num_heads: int, softmax: Collection[int]) -> Kind:
-    others = "window" if mixer is WindowAttention else "linear"
-    heads: Any = tuple(SOFTMAX if head in softmax else others for head in range(num_heads))
-    if mixer is WindowAttention:
-        return Kind(MixedHeads, MixedHeadsSettings(heads, settings.window, settings.sinks))
-    return Kind(MixedHeads, MixedHeadsSettings(heads, linear_mixer=mixer.name, linear=settings))
 
 
 def _kind(name: Any, values: Any) -> Kind:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.keep_option import file_selection
+from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select import allocation, for_convert, objectives, probes, read_selection, run
 from deltanet_convert.select.allocation import PATIENCE, Allocation, _Measure, best_of, is_done, sharing_copy
 from deltanet_convert.select.budget import Budget
@@ -31,12 +32,13 @@ from deltanet_convert.select.spending import SHORTEST, Spending
 from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
+from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
-from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, tiny_selection, tiny_task
 
 BUDGET, AT = "14%@512", 512
@@ -55,15 +57,25 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return far_folder(tmp_path_factory.mktemp("teachers") / "far")
 
 
-def sizes_of(teacher: Path, unit: str = "kv_head", at: int = AT, bits: int = 4) -> CacheSizes:
+def sizes_of(teacher: Path, unit: str = "kv_head", at: int = AT, bits: int = 4, mixer: str = "window") -> CacheSizes:
     found = opened(teacher)
-    return CacheSizes(found, Candidates.of(found.config, unit), at, bits)
+    kind = ConvertOptions(mixer=mixer).table(found.num_layers, ()).only_kind
+    return CacheSizes(found, Candidates.of(found.config, unit), at, bits, kind)
 
 
-@pytest.mark.parametrize(("bits", "budget"), [(16, "50%@512"), (4, BUDGET)])
-def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits: int, budget: str) -> None:
+STATES = "gated_deltanet+window"
+
+
+@pytest.mark.parametrize(
+    ("mixer", "bits", "budget"),
+    [("window", 16, "50%@512"), ("window", 4, BUDGET), (STATES, 16, "50%@512"), (STATES, 4, BUDGET)],
+)
+def test_bytes_of_a_plan_are_bytes_of_the_cache(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str, bits: int, budget: str
+) -> None:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     out = tmp_path / "s.json"
-    found = tiny_selection(far, out, budget, cache_bits=bits)
+    found = tiny_selection(far, out, budget, mixer, cache_bits=bits)
     assert (FAR_LAYER, FAR_HEAD) in found.kept
     assert found.planned_windows is not None
     taken = next(
@@ -72,10 +84,10 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits:
         if (step["kept"], step["windows"]) == (len(found.kept), [*found.planned_windows])
     )
     assert taken["score"] < 0.01
-    tiny_conversion(far, tmp_path / "out", layers=str(out), mixer="window", cache_bits=bits)
+    tiny_conversion(far, tmp_path / "out", layers=str(out), mixer=mixer, cache_bits=bits)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert sequence_bytes(model, AT) == taken["nbytes"]
-    spending = tiny_task(far, budget, cache_bits=bits).spending
+    spending = tiny_task(far, budget, mixer, cache_bits=bits).spending
     assert spending is not None
     assert all(step["nbytes"] <= spending.allowed for step in found.scores["allocations"])
     alike = spending.windows(found.kept, [1.0] * 4)
@@ -143,8 +155,9 @@ def test_units_are_heads_where_heads_part(far: Path, tmp_path: Path) -> None:
     assert tiny_task(olmo, "14%@2k").options.unit == "layer"
 
 
-def test_the_smallest_budget_is_named_and_works(far: Path) -> None:
-    sizes = sizes_of(far)
+@pytest.mark.parametrize("mixer", ["window", STATES])
+def test_the_smallest_budget_is_named_and_works(far: Path, mixer: str) -> None:
+    sizes = sizes_of(far, mixer=mixer)
     with pytest.raises(UserError, match="the smallest budget is --keep ") as caught:
         Spending(Budget.parse("1KB@512"), sizes)
     named = re.search(r"--keep ((\d+)KB@512), a window of 33 tokens in all heads$", str(caught.value))

@@ -19,6 +19,7 @@ from deltanet_convert.select.budget import USUAL_SHARE, Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.for_convert import SHAPES, shipped_selection
+from deltanet_convert.select.spending import Spending
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.teacher_model import Teacher, meta_model
 from deltanet_hf import converted_config
@@ -34,14 +35,14 @@ from support.tiny_selection import tiny_selection, tiny_task
 THIRTY = Candidates(tuple((i,) for i in range(30)), (), None)
 
 
-def smollm2(at: int) -> CacheSizes:
-    """SmolLM2-135M: 768 bytes per token and layer, states of 9 heads of 64 x 64 in float32."""
+def smollm2(at: int, candidates: Candidates = THIRTY, **options: Any) -> CacheSizes:
+    """SmolLM2-135M; by default 768 bytes per token and layer, and states of 9 heads of 64 x 64 in float32."""
     config = LlamaConfig(**SHAPES["smollm2-135m-instruct.json"])
     teacher: Any = SimpleNamespace(
         config=config, num_layers=30, dtype=torch.bfloat16, model=meta_model(LlamaForCausalLM, config, torch.bfloat16)
     )
-    state: Any = SimpleNamespace(cache_bytes=lambda tokens: 4 * 9 * 64 * 64)
-    return CacheSizes(teacher, THIRTY, at, 16, (state,) * 30)
+    made = ConvertOptions(**(options or {"mixer": "gated_deltanet", "cache_bits": 16, "changes": ("conv_size=0",)}))
+    return CacheSizes(teacher, candidates, at, made.cache_bits, made.table(30, ()).only_kind)
 
 
 SMOLLM2 = smollm2(2048)
@@ -59,13 +60,21 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
     config = LlamaConfig(**SHAPES["smollm2-135m-instruct.json"])
-    sizes = []
+    sizes, shares = [], []
     for mixer in ("window", "gated_deltanet+window"):
         selection = shipped_selection(config, with_states=mixer != "window")
         assert selection is not None
+        assert selection.planned_windows is not None
         table = ConvertOptions(mixer=mixer).table_of(selection, config)
         model = meta_model(model_class("llama"), converted_config(config, table), torch.bfloat16)
         sizes.append(stored_bytes(model, 2048, 4))
+        shares.append([window / min(selection.planned_windows) for window in selection.planned_windows])
+        planned = smollm2(2048, Candidates.of(config, "kv_head"), mixer=mixer)
+        assert planned.total(selection.kept, selection.planned_windows) == sizes[-1]
+        # The windows of the plan without states, which a budget of these bytes makes shorter where there are states.
+        windows = Spending(Budget.parse(f"{sizes[0]}@2k"), planned).windows(selection.kept, shares[0])
+        assert windows is not None
+        assert planned.total(selection.kept, windows) == pytest.approx(sizes[0], rel=2e-3)
     assert sizes[0] == pytest.approx(5.33e6, rel=1e-3)
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-3)
 
@@ -202,7 +211,8 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
     assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
     task = tiny_task(teacher, "60%@400", unit=unit, mixer="retention", cache_bits=16)
     assert task.sizes is not None
-    states = sum(task.sizes.layers[layer].cache_bytes(400) for layer in (1, 3))
+    layers = tiny_job(teacher, tmp_path / "states", mixer="retention").plan.layers
+    states = layers[1].cache_bytes(400) + layers[3].cache_bytes(400)
     assert task.sizes.total((), None) - states == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
 
 

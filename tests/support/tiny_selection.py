@@ -26,6 +26,8 @@ def tiny_task(
     return plan_selection(found, chosen, table)
 
 
-def tiny_selection(teacher: Path, out: Path, keep: str = "1", overwrite: bool = False, **options: Any) -> Selection:
+def tiny_selection(
+    teacher: Path, out: Path, keep: str = "1", mixer: str = "window", overwrite: bool = False, **options: Any
+) -> Selection:
     """Runs a selection with short probes."""
-    return run_selection(tiny_task(teacher, keep, **options), out, overwrite=overwrite)
+    return run_selection(tiny_task(teacher, keep, mixer, **options), out, overwrite=overwrite)

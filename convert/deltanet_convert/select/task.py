@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import AttentionKind
 from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
-from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
 
-from ..conversion_plan import make_plan
 from ..export.obstacles import teacher_obstacles
 from ..teacher_model import Teacher
 from .budget import Budget
@@ -61,7 +60,7 @@ class SelectionTask:
         options = self.options
         if not options.measured:
             return {}
-        planned = {} if self.spending is None else {"cache_bits": self.spending.sizes.bits}
+        planned = {} if self.spending is None else self.spending.sizes.settings
         return {
             "window": options.window,
             "sinks": options.sinks,
@@ -103,15 +102,16 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     """Checks a selection.
 
     Args:
-        table: the layers of a conversion of every layer; a budget in bytes counts their states, and where they are
-            windows, plans how long these are.
+        table: the layers of a conversion of every layer; a budget in bytes counts their caches, and plans how long
+            their windows are (`Kind.takes_plan`).
 
     Raises:
         UserError: the budget makes no sense for this teacher, its heads cannot be told apart, or with --exportable, it
             can be exported in no format.
     """
     config = teacher.config
-    plans_windows = options.measured and table.only_kind.mixer is WindowAttention
+    kind = table.only_kind
+    plans_windows = options.measured and kind.takes_plan
     budget = options.keep or Budget.usual(
         Candidates.of(config, options.unit or "layer"), plans_windows and table.cache_bits < 16
     )
@@ -120,6 +120,8 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     attention: Any = teacher.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
     if options.unit == "kv_head":
         check_heads_part(attention, config)
+        if issubclass(kind.mixer, AttentionKind):
+            raise UserError(f"--unit kv_head: {kind.mixer.name} keeps all tokens in every head; give --unit layer")
     elif options.unit is None:
         single = planned and heads_part(attention)
         options = options.model_copy(update={"unit": "kv_head" if single else "layer"})
@@ -130,8 +132,7 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     if at is None:
         count = budget.units(candidates)
     else:
-        layers = () if planned else make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64).layers
-        sizes = CacheSizes(teacher, candidates, at, table.cache_bits, layers)
+        sizes = CacheSizes(teacher, candidates, at, table.cache_bits, kind)
         spending = Spending(budget, sizes) if planned else None
         count = spending.most if spending else budget.units_of_bytes(sizes)
         longest = int(config.max_position_embeddings)

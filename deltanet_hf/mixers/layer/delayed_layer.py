@@ -100,7 +100,7 @@ def _recalled(
             state=None if before is None else _memory(mixer, before),
         )
         reads, memory = read_leaving(mixer.mix_groups, inputs, numbers, left.base, *size)
-    return reads, _stored(mixer, memory)
+    return reads, stored_memory(mixer, memory)
 
 
 def _held(before: State | None, index: int) -> Tensor | None:
@@ -121,8 +121,8 @@ def _memory(mixer: Mixer, state: State) -> State:
     return memory
 
 
-def _stored(mixer: Mixer, memory: State) -> State:
-    """The inverse of `_memory`."""
+def stored_memory(mixer: Mixer, memory: State) -> State:
+    """The state of the rule as the cache keeps it: the inverse of `_memory`."""
     if not memory or mixer.settings.state_dtype != "int8":
         return memory
     codes, scale = rounded_to_8_bits(memory["state"])
