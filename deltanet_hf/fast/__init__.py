@@ -14,7 +14,6 @@
     packed.py        their prefill and decoding step, alone or mixed, with a cache in 8 or 4 bits
     parts.py         linear layers with one input, norms with residual sums, feed-forward blocks
     side_by_side.py  two calls at the same time, where a graph is recorded
-    children.py      modules whose children are others
 
 Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` records its step.
 """

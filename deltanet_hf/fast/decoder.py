@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltanet_hf.fast.children import with_children
 from deltanet_hf.fast.of_mixer import fast_mixer
 from deltanet_hf.fast.packed import FastPacked, is_packed
-from deltanet_hf.fast.parts import FastMLP, FastNorm, Sum, is_known_block
+from deltanet_hf.fast.parts import FastMLP, FastNorm, Sum, is_known_block, with_children
 from deltanet_hf.fast.softmax import QKV, FastSoftmax
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer

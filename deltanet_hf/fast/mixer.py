@@ -40,6 +40,8 @@ class FastMixer(Mixer):
     """Comes before the class of a mixer (`paired_class`), so that `super()` is the mixer's own."""
 
     joint: JointProjection
+    has_step = False
+    """Whether a step changes its state in place and takes the `slots` of a server's cache."""
 
     @classmethod
     def of(cls, mixer: Mixer, may_move: bool) -> Any:
@@ -52,9 +54,6 @@ class FastMixer(Mixer):
         made.__class__ = paired_class(cls, type(mixer), f"Fast{type(mixer).__name__}")
         made.joint = JointProjection([linear for linear in mixer.readers if linear is not None], may_move)
         return made
-
-    has_step = False
-    """Whether a step changes its state in place and takes the `slots` of a server's cache."""
 
     @property
     def takes_prompt_length(self) -> bool:  # type: ignore[override]

@@ -3,14 +3,15 @@
 Decoding is many small launches. Linear layers that read one input are one matrix product: their parameters are moved
 into one block of memory, of which each stays a view; modules, names, values, gradients and saved files are as before,
 and no memory is added. A family's norm is eight small operations (casts, square, mean, root, products); here it is one
-kernel with the same roundings, together with the residual sum before it.
+kernel with the same roundings, together with the residual sum before it. By `with_children`, a family's own forward
+calls such parts.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,15 @@ from torch.nn import functional as F
 from deltanet_kernels import rms_norm, silu_product
 from deltanet_kernels.arguments import RMSNormCall, SiluProductCall
 
+Module = TypeVar("Module", bound=nn.Module)
 ALIGNMENT = 8  # numbers of outputs that matrix products are fast for are multiples of it
+
+
+def with_children(module: Module, **children: Any) -> Module:
+    """A second module of the same class, with all that `module` has but these children, which may be any callable."""
+    made: Module = object.__new__(type(module))
+    made.__dict__.update(vars(module), _modules={**module._modules, **children})
+    return made
 
 
 class JointProjection:
