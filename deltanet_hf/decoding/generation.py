@@ -33,10 +33,17 @@ class GraphedGeneration:
 
     def train(self, mode: bool = True) -> Any:
         """As in PyTorch; `eval()` decides on the model's form, and may move its weights for it."""
-        super().train(mode)  # type: ignore[misc]
-        if not mode:
-            fast_form(self)  # type: ignore[arg-type]
-        return self
+        return self._decided(super().train(mode))  # type: ignore[misc]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Behind `to`, which does so too: afterwards weights lie elsewhere."""
+        return self._decided(super()._apply(*args, **kwargs))  # type: ignore[misc]
+
+    @staticmethod
+    def _decided(model: Any) -> Any:
+        if not model.training:
+            fast_form(model)
+        return model
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:

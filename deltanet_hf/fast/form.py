@@ -1,7 +1,7 @@
 """Which form a model takes in calls without gradients.
 
-`eval()`, `generate` and `serve` ask for it. A forward takes their answer, as long as nothing about the model has
-changed since, and never moves weights.
+`eval()`, `to()`, `generate` and `serve` ask for it. A forward takes their answer, as long as nothing about the model
+has changed since, and never moves weights.
 """
 
 from __future__ import annotations

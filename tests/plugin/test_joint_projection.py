@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,8 @@ def test_who_joins_and_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward takes the fast form, and leaves the weights where they are."""
     model = tiny_student("llama")
     monkeypatch.setattr(form, "MOVES_ON", {"cpu"})
-    for ask in (lambda model: model.eval(), serve, lambda model: model.generate(TOKENS, max_new_tokens=2)):
+    asked: list[Callable[[Any], Any]] = [serve, lambda model: model.eval(), lambda model: model.to("cpu")]
+    for ask in (*asked, lambda model: model.generate(TOKENS, max_new_tokens=2)):
         for parameter in model.parameters():
             parameter.data = parameter.clone()
         decode(model)
