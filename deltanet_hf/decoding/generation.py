@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
@@ -16,7 +18,7 @@ from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
 from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.decoding.recorded_step import RecordedStep
 from deltanet_hf.decoding.recordings import recordings_of
-from deltanet_hf.fast import FastDecoder, held_form
+from deltanet_hf.fast import FastDecoder, fast_form, held_form
 from deltanet_hf.mixers.cache.argument import CACHE
 
 logger = logging.get_logger(__name__)
@@ -29,22 +31,40 @@ class GraphedGeneration:
     forward in decoding. Beam search and assisted decoding do so too, but not while `_sample` runs.
     """
 
+    def train(self, mode: bool = True) -> Any:
+        """As in PyTorch; `eval()` decides on the model's form, and may move its weights for it."""
+        return self._decided(super().train(mode))  # type: ignore[misc]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Behind `to`, which does so too: afterwards weights lie elsewhere."""
+        return self._decided(super()._apply(*args, **kwargs))  # type: ignore[misc]
+
+    @staticmethod
+    def _decided(model: Any) -> Any:
+        if not model.training:
+            fast_form(model)
+        return model
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with held_form(self):  # type: ignore[arg-type]
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
     def _sample(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
-        recordings = recordings_of(self)  # type: ignore[arg-type]
+        recordings, form = recordings_of(self), fast_form(self)  # type: ignore[arg-type]
         reason = "called with positional arguments" if args else obstacle(self, input_ids.shape[1], options)
-        with held_form(self) as form:  # type: ignore[arg-type]
-            form = form if reason is None else reason
-            if isinstance(form, str):
-                recordings.report = f"separate launches: {form}"
-                logger.info("decoding by separate launches: %s", form)
-                return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
-            decoder = GraphedDecoder(self, form, options["generation_config"])
-            before = _ACTIVE.set(decoder)
-            try:
-                return super()._sample(input_ids, **options)  # type: ignore[misc]
-            finally:
-                _ACTIVE.reset(before)
-                decoder.close()
+        form = form if reason is None else reason
+        if isinstance(form, str):
+            recordings.report = f"separate launches: {form}"
+            logger.info("decoding by separate launches: %s", form)
+            return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
+        decoder = GraphedDecoder(self, form, options["generation_config"])
+        before = _ACTIVE.set(decoder)
+        try:
+            return super()._sample(input_ids, **options)  # type: ignore[misc]
+        finally:
+            _ACTIVE.reset(before)
+            decoder.close()
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         """A prompt is read without the decoder: a chunk of one token may be padding, which its step has not."""

@@ -17,7 +17,7 @@ def serve(model: PreTrainedModel) -> PreTrainedModel:
     Its class becomes one of the same name. A converted model, and one that has no fast form, stays as it is.
     """
     own: Any = type(model)
-    if not isinstance(model, GraphedGeneration) and not isinstance(fast_form(model), str):
+    if not isinstance(fast_form(model), str) and not isinstance(model, GraphedGeneration):
         model.__class__ = _served(own)
     return model
 

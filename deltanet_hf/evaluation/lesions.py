@@ -48,7 +48,7 @@ def _fix_share(model: PreTrainedModel, share: float) -> PreTrainedModel:
     if not branches:
         raise UserError(f"{type(model).__name__}: no layer with a window beside its state; this lesion needs one")
 
-    def fixed(x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
+    def fixed(logits: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         return torch.full_like(lse, share)
 
     for branch in branches:

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltanet_hf.fast.children import with_children
-from deltanet_hf.fast.mlp import FastMLP, is_known
-from deltanet_hf.fast.norms import FastNorm, Sum
 from deltanet_hf.fast.of_mixer import fast_mixer
 from deltanet_hf.fast.packed import FastPacked, is_packed
+from deltanet_hf.fast.parts import FastMLP, FastNorm, Sum, is_known_block, with_children
 from deltanet_hf.fast.softmax import QKV, FastSoftmax
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -99,10 +97,10 @@ class FastLayer:
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
         linear = layer._modules.get("linear_attn")
         self._attention = fast_attention(layer.self_attn if linear is None else linear, may_move)
-        # Which layers of Qwen3.5's form do not take, nor prompts that are padded for a recording.
+        # See `FastDecoder`; prompts in the format of Qwen3.5 are not recorded.
         self.takes_prompt_length = linear is None and bool(getattr(self._attention, "takes_prompt_length", True))
         mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-        self._mlp = FastMLP(mlp, may_move) if is_known(mlp) else mlp
+        self._mlp = FastMLP(mlp, may_move) if is_known_block(mlp) else mlp
         self._multiplier = getattr(layer, "residual_multiplier", None)
 
     def __call__(self, hidden_states: Tensor | Sum, **call: Any) -> Sum:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.fast.delta_rule import FastDeltaRule
+from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.window import Near, mixture, window_step
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES

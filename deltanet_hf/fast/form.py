@@ -1,4 +1,8 @@
-"""Which form a model takes in calls without gradients, decided once and again where the model has changed."""
+"""Which form a model takes in calls without gradients.
+
+`eval()`, `to()`, `generate` and `serve` ask for it. A forward takes their answer, as long as nothing about the model
+has changed since, and never moves weights.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +74,21 @@ def fast_form(model: nn.Module) -> FastDecoder | str:
     Its results are those of the plain form but for rounding. Making it brings the weights of each layer's projections
     together in memory, where that serves and nobody else can hold their addresses; names, values and files stay.
     """
+    held = _held(model)
+    return decided_form(model, _may_move(model)) if held is None else held
+
+
+def _held(model: nn.Module) -> FastDecoder | str | None:
+    """The form that `held_form` holds for this model; None outside of it."""
     held = _HELD.get()
-    if held is not None and held[0] is model:
-        return held[1]
+    return held[1] if held is not None and held[0] is model else None
+
+
+def decided_form(model: nn.Module, may_move: bool) -> FastDecoder | str:
+    """The form of a model, decided anew where the model has changed or where weights may now be moved."""
     found = _DECISIONS.get(model)
-    if found is None or not found.version.is_current() or (not found.moved and _may_move(model)):
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured, which would record the move of weights"
-        reason, may_move = next(reasons(model), None), _may_move(model)
+    if found is None or not found.version.is_current() or (may_move and not found.moved):
+        reason = next(reasons(model), None)
         form = FastDecoder(model, may_move) if reason is None else reason
         found = _DECISIONS[model] = Decision(form, Version(model), may_move)
     return found.form
@@ -101,7 +112,8 @@ def with_fast_form(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
-        form = fast_form(self)
+        held = _held(self)
+        form = decided_form(self, may_move=False) if held is None else held
         if isinstance(form, FastDecoder) and reason_of_call(self, kwargs) is None:
             return form(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
@@ -111,8 +123,13 @@ def with_fast_form(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _may_move(model: Any) -> bool:
-    """Whether no CUDA graph of training can hold the addresses of weights, also of those that have no gradient."""
+    """Whether no CUDA graph of training can hold the addresses of weights, also of those that have no gradient.
+
+    Nor may the move itself become part of a graph.
+    """
     if model.device.type not in MOVES_ON or model.training:
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
     weights = list(model.parameters())
     return all(one.grad is None for one in weights) and len({one.requires_grad for one in weights}) < 2

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deltanet_hf.fast.delayed import FastDelayedRule
-from deltanet_hf.fast.delta_rule import FastDeltaRule
-from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.mixer import FastDeltaRule, FastMixer
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltanet_hf.fast.joint import JointProjection
-from deltanet_hf.fast.norms import FastNorm
+from deltanet_hf.fast.parts import FastNorm, JointProjection
 from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, whole_angles, window_angles

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from deltanet_hf.fast.decoder import norms_of
-from deltanet_hf.fast.norms import form_of
+from deltanet_hf.fast.parts import form_of
 
 OUR_HOOKS = (  # which do nothing to the results
     "deltanet_hf.mixers.layer.masks",
@@ -29,8 +29,8 @@ def reasons(model: Any) -> Iterator[str]:
     if getattr(model, "hf_quantizer", None) is not None:
         yield "the weights are quantised"
     weights = list(model.parameters())
-    if any(weight.is_meta for weight in weights):
-        yield "weights are on the meta device"
+    if any(weight.is_meta or not weight.numel() for weight in weights):
+        yield "weights are on the meta device, or empty"
     if len({weight.device for weight in weights}) > 1:
         yield "the weights are on several devices"
     for name, module in model.named_modules():

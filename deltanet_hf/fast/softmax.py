@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltanet_hf.fast.children import with_children
-from deltanet_hf.fast.joint import JointProjection
-from deltanet_hf.fast.norms import FastNorm, form_of
+from deltanet_hf.fast.parts import FastNorm, JointProjection, form_of, with_children
 from deltanet_hf.mixers.attention.paired_class import paired_class
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -42,11 +40,11 @@ class FastSoftmax:
 
 def _in_turn(joint: JointProjection) -> list[Callable[[Tensor], Tensor]]:
     """Stand-ins for the layers of a product in one call; the first of them that is called computes all outputs."""
-    outputs: list[Tensor] = []
+    outputs: dict[int, Tensor] = {}
 
     def output(index: int, x: Tensor) -> Tensor:
         if not outputs:
-            outputs.extend(joint(x))
-        return outputs[index]
+            outputs.update(enumerate(joint(x)))
+        return outputs.pop(index)
 
     return [functools.partial(output, index) for index in range(len(QKV))]

@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from deltanet_hf.evaluation.lesions import switch_off_state
 from deltanet_hf.fast import FastDecoder, fast_form, form
+from deltanet_hf.fast.reasons import reasons
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
@@ -98,7 +99,7 @@ def test_it_computes_what_the_plain_form_does(name: str) -> None:
 def test_many_tokens_pass_a_feed_forward_block_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_student("llama").to(DEVICE)
     whole = read(model, WHOLE)
-    monkeypatch.setattr("deltanet_hf.fast.mlp.PART", 10)
+    monkeypatch.setattr("deltanet_hf.fast.parts.PART", 10)
     torch.testing.assert_close(read(model, WHOLE), whole, **ROUNDING)
 
 
@@ -190,7 +191,7 @@ def test_what_is_put_around_a_module_counts(spoil: Any) -> None:
 
 @pytest.mark.parametrize("name", ["LlamaMLP", "LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"])
 def test_a_method_of_a_class_may_be_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liger's kernels come in this way; before, calls without gradients went on with the method of the library."""
+    """With gradients and without; Liger's kernels come in this way."""
     model = set_cache_bits(tiny_student("llama", window=3, layers=HYBRID), 4).to(DEVICE)
     before = read(model, (9, 5))
     kind = getattr(modeling_llama, name)
@@ -203,7 +204,8 @@ def test_a_method_of_a_class_may_be_replaced(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(kind, "forward", forward)
     torch.testing.assert_close(read(model, (9, 5)), before, **ROUNDING)
-    assert len(calls) == 2 * sum(isinstance(module, kind) for module in model.modules())
+    model(TOKENS)
+    assert len(calls) == 3 * sum(isinstance(module, kind) for module in model.modules())
     assert str(fast_form(model)).endswith(f"{name}.forward is replaced")
     monkeypatch.undo()
     assert isinstance(fast_form(model), FastDecoder)
@@ -219,7 +221,7 @@ def test_a_method_of_a_class_may_be_replaced(name: str, monkeypatch: pytest.Monk
 def test_classes_that_are_not_known(spoil: Any, reason: str) -> None:
     model = tiny_student("llama")
     spoil(model)
-    assert fast_form(model) == reason
+    assert next(reasons(model)) == reason
 
 
 def test_a_hook_is_called() -> None:
@@ -277,12 +279,13 @@ def test_it_is_decided_once() -> None:
     assert fast_form(model) is before
 
 
-def test_generate_looks_for_changes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_generate_looks_for_changes_once(way: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, looks = tiny_student("llama").to(DEVICE), []
     read(model, (3,))
     look = form.Version.is_current
     monkeypatch.setattr(form.Version, "is_current", lambda version: looks.append(1) or look(version))
-    model.generate(TOKENS, max_new_tokens=5, do_sample=False, disable_compile=True)
+    model.generate(TOKENS[:1], max_new_tokens=5, do_sample=False, disable_compile=True, **way)
     assert len(looks) == 1
     model.model.layers[0].mlp.train()
     assert fast_form(model) == "model.layers.0.mlp: it is in training mode"

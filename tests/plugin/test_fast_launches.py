@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.fast import FastDecoder
 from deltanet_hf.fast.decoder import FastLayer
-from deltanet_hf.fast.norms import FastNorm, Sum, form_of
+from deltanet_hf.fast.parts import FastNorm, Sum, form_of
 from deltanet_hf.models.families import FAMILIES
 from deltanet_kernels import rms_norm
 from deltanet_kernels.dispatch import Operator

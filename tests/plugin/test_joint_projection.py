@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from deltanet_hf.decoding import serve
 from deltanet_hf.fast import FastDecoder, fast_form, form
-from deltanet_hf.fast.delta_rule import fast_mixer
-from deltanet_hf.fast.joint import JointProjection
+from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.parts import JointProjection
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -38,9 +39,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {  # with the number of layers
 }
 
 
-@pytest.fixture(autouse=True)
-def moves_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "MOVES_ON", {"cpu"})
+def join(model: Any) -> Any:
+    """The model after `eval()`, which moves weights on a CPU too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(form, "MOVES_ON", {"cpu"})
+        return model.eval()
 
 
 class Products(TorchDispatchMode):
@@ -84,7 +87,7 @@ def test_a_layer_makes_one_product(name: str) -> None:
         with Products() as joint:
             fast_mixer(mixer, True)(x, (cos, cos.sin()))
     assert apart.count - joint.count == projections - 1
-    assert is_joint(model)
+    assert is_joint(join(model))
     addresses = [parameter.data_ptr() for parameter in mixer.parameters()]
     torch.testing.assert_close(decode(model), wanted, rtol=1e-4, atol=1e-4)
     assert addresses == [parameter.data_ptr() for parameter in mixer.parameters()]
@@ -95,11 +98,11 @@ def test_a_layer_makes_one_product(name: str) -> None:
 
 def test_softmax_layers_and_blocks_make_one_product_each() -> None:
     model = tiny_teacher("gemma2")
-    found = fast_form(model)
     with torch.no_grad(), Products() as apart:
         wanted = model(TOKENS).logits
+    found = FastDecoder(model, may_move=True)
     with torch.no_grad(), Products() as joint:
-        torch.testing.assert_close(found(model, TOKENS).logits, wanted, **ROUNDING)  # type: ignore[operator]
+        torch.testing.assert_close(found(model, TOKENS).logits, wanted, **ROUNDING)
     assert apart.count - joint.count == 3 * 4
 
 
@@ -111,43 +114,41 @@ def keep_a_gradient(model: Any) -> None:
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
 
 
-def train_a_part(model: Any) -> None:
-    model.model.layers[-1].train()
-
-
 def replace_a_forward(model: Any) -> None:
     layer = model.model.layers[1]
     layer.forward = layer.forward
 
 
-@pytest.mark.parametrize("spoil", [freeze_a_part, keep_a_gradient, train_a_part, replace_a_forward])
+@pytest.mark.parametrize("spoil", [freeze_a_part, keep_a_gradient, replace_a_forward])
 def test_a_model_that_may_be_trained_stays_in_place(spoil: Any) -> None:
     model = tiny_student("llama")
     spoil(model)
     before = [parameter.data_ptr() for parameter in model.parameters()]
-    decode(model)
+    join(model).generate(TOKENS, max_new_tokens=2)
     assert before == [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def test_a_model_whose_training_is_over_is_joined() -> None:
     model = tiny_student("llama")
     model(TOKENS, labels=TOKENS).loss.backward()
-    decode(model)
+    assert not is_joint(join(model))
     assert isinstance(fast_form(model), FastDecoder)
-    assert not is_joint(model)
     model.zero_grad()
-    decode(model)
-    assert is_joint(model)
+    assert is_joint(join(model))
 
 
-def test_the_first_call_joins() -> None:
-    model = tiny_student("llama").train()
-    decode(model)
-    assert not is_joint(model)
-    decode(model.eval())
-    assert is_joint(model)
-    decode(model.double())
-    assert is_joint(model)
+def test_who_joins_and_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward takes the fast form, and leaves the weights where they are."""
+    model = tiny_student("llama")
+    monkeypatch.setattr(form, "MOVES_ON", {"cpu"})
+    asked: list[Callable[[Any], Any]] = [serve, lambda model: model.eval(), lambda model: model.to("cpu")]
+    for ask in (*asked, lambda model: model.generate(TOKENS, max_new_tokens=2)):
+        for parameter in model.parameters():
+            parameter.data = parameter.clone()
+        decode(model)
+        assert not is_joint(model)
+        ask(model)
+        assert is_joint(model)
 
 
 def test_a_call_makes_one_product_and_no_copies() -> None:
@@ -201,7 +202,7 @@ def test_what_cannot_be_moved_stays() -> None:
 
 def test_replaced_and_moved_weights_are_honoured() -> None:
     model = tiny_student("llama", window=5, sinks=2)
-    wanted = decode(model)
+    wanted = decode(join(model))
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         attention.k_proj.weight.mul_(0.5)
@@ -220,7 +221,7 @@ def test_replaced_and_moved_weights_are_honoured() -> None:
 def test_adapters_are_honoured(joint_before: bool) -> None:
     plain, joint = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
     if joint_before:
-        decode(joint)
+        join(joint)
     found = []
     for model in (plain, joint):
         torch.manual_seed(0)
@@ -233,8 +234,8 @@ def test_adapters_are_honoured(joint_before: bool) -> None:
 
 def test_training_goes_on() -> None:
     plain, joint = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
-    with torch.inference_mode():  # as inside of a call of `generate`
-        fast_form(joint)
+    with torch.inference_mode():
+        join(joint)
     for model in (plain, joint):
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
         for _ in range(2):
@@ -251,7 +252,7 @@ def test_training_goes_on() -> None:
 def test_files_and_memory_are_the_same(tmp_path: Path) -> None:
     model = tiny_student("llama", window=5, sinks=2)
     model.save_pretrained(tmp_path / "before")
-    wanted = decode(model)
+    wanted = decode(join(model))
     assert is_joint(model)
     model.save_pretrained(tmp_path / "after")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "after")]
@@ -274,7 +275,7 @@ def one_process(tmp_path: Path) -> Iterator[Any]:
 def test_sharded_models(joint_before: bool, one_process: Any) -> None:
     plain, sharded = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
     if joint_before:
-        decode(sharded)
+        join(sharded)
     shard(sharded, one_process)
     torch.testing.assert_close(decode(sharded), decode(plain), **ROUNDING)
     assert isinstance(fast_form(sharded), str)

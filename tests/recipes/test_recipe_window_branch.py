@@ -36,12 +36,12 @@ class Branch(nn.Module):
         self.register_buffer("dropout", torch.zeros(()), persistent=False)
 
     def forward(
-        self, x: torch.Tensor, q: Any, k: Any, v: Any, far: torch.Tensor, *state: Any
+        self, logits: torch.Tensor, q: Any, k: Any, v: Any, far: torch.Tensor, *state: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.seen.append(float(self.dropout))
         assert self.training or float(self.dropout) == 0.0
-        share = self.share_proj(x).sigmoid().mean(-1, keepdim=True)
-        dropped = torch.rand(len(x), 1, 1) < self.dropout
+        share = logits.sigmoid().mean(-1, keepdim=True)
+        dropped = torch.rand(len(logits), 1, 1) < self.dropout
         return far * torch.where(dropped, torch.ones_like(share), share).unsqueeze(-1), {}
 
 

@@ -14,5 +14,5 @@ from deltanet_hf.fast import form
 def plain_form() -> Iterator[None]:
     """Calls of any model within take its own modules, as they do under gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(form, "fast_form", lambda model: "a test compares the forms")
+        patch.setattr(form, "decided_form", lambda model, may_move: "a test compares the forms")
         yield

@@ -57,6 +57,7 @@ def delayed(
         return reordered(output, place), {}
     branch = mixer.window_branch
     assert branch is not None
+    assert projected.share is not None
     tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(projected, call.padding)))
     q, k, v = mixer.window_inputs(projected, position_embeddings)
     left = leaving(branch, q, k, v, call, tokens)

@@ -239,16 +239,14 @@ class Mixer(LayerKind, nn.Module):
 
         Keys and values are repeated to the heads that the states read.
         """
-        projected = self.project(hidden_states)
-        k, v = self.own_channels(projected.k, self.k_proj), self.own_channels(projected.v, self.v_proj)
-        return self.rotated(*self.repeated(projected.q, k, v), position_embeddings)
+        return self.rotated(*self.repeated(*self.of_teacher(self.project(hidden_states))), position_embeddings)
 
     @property
     def readers(self) -> tuple[Any, ...]:
         """The linear layers that read the layer's input, in the order of `Projected`; None for those it lacks."""
         gate = self.g_proj if self.g_down is None else self.g_down
         share = None if self.window_branch is None else self.window_branch.share_proj
-        a, b = (self._modules.get(name) for name in ("a_proj", "b_proj"))
+        a, b = getattr(self, "a_proj", None), getattr(self, "b_proj", None)
         return self.q_proj, self.k_proj, self.v_proj, gate, a, b, share
 
     def project(self, x: Tensor) -> Projected:
@@ -256,18 +254,16 @@ class Mixer(LayerKind, nn.Module):
         return self.projected(x, [None if linear is None else linear(x) for linear in self.readers])
 
     def projected(self, x: Tensor, outputs: Sequence[Tensor | None]) -> Projected:
-        """The projections of x, from the outputs [B, T, ...] of the `readers`.
-
-        With several writes per token, k and v of the teacher's projections are the last.
-        """
+        """The projections of x, from the outputs [B, T, ...] of the `readers`."""
         q, k, v, gate, a, b, share = outputs
         assert q is not None
         assert k is not None
         assert v is not None
         q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast learned norms give float32
-        if gate is not None:
-            gate = self.split_heads(gate if self.g_down is None else self.g_proj(gate))
+        if self.g_down is not None and self.g_proj is not None:
+            gate = self.g_proj(gate)
+        gate = None if gate is None else self.split_heads(gate)
         return Projected(x, q, k, v, gate, a, b, share)
 
     def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -419,14 +415,13 @@ class Mixer(LayerKind, nn.Module):
         self, projected: Projected, position_embeddings: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] of the window: of k and v the teacher's alone."""
-        k, v = self.own_channels(projected.k, self.k_proj), self.own_channels(projected.v, self.v_proj)
-        return self.rotated(projected.q, k, v, position_embeddings)
+        return self.rotated(*self.of_teacher(projected), position_embeddings)
 
     def window_values(self, projected: Projected) -> Tensor:
         """v of `window_inputs`."""
-        return self.split_heads(self.own_channels(projected.v, self.v_proj))
+        return self.split_heads(self.of_teacher(projected)[2])
 
-    @staticmethod
-    def own_channels(part: Tensor, projection: nn.Linear) -> Tensor:
-        """The channels of k or v that come from the teacher's projection, the last ones."""
-        return part[..., -projection.out_features :]
+    def of_teacher(self, projected: Projected) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads*D] of the teacher's projections, which are the last writes of a token."""
+        k, v = projected.k[..., -self.k_proj.out_features :], projected.v[..., -self.v_proj.out_features :]
+        return projected.q, k, v
