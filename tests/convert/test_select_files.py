@@ -72,7 +72,9 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
         planned = smollm2(2048, Candidates.of(config, "kv_head"), mixer=mixer)
         assert planned.total(selection.kept, selection.planned_windows) == sizes[-1]
         # The windows of the plan without states, which a budget of these bytes makes shorter where there are states.
-        windows = Spending(Budget.parse(f"{sizes[0]}@2k"), planned).windows(selection.kept, shares[0])
+        spending = Spending(Budget.parse(f"{sizes[0]}@2k"), planned)
+        assert spending.usual_count() == len(selection.kept)
+        windows = spending.windows(selection.kept, shares[0])
         assert windows is not None
         assert planned.total(selection.kept, windows) == pytest.approx(sizes[0], rel=2e-3)
     assert sizes[0] == pytest.approx(5.33e6, rel=1e-3)

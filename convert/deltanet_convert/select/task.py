@@ -12,6 +12,7 @@ from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
 
+from ..device import description
 from ..export.obstacles import teacher_obstacles
 from ..teacher_model import Teacher
 from .budget import Budget
@@ -30,7 +31,7 @@ class SelectionTask:
 
     Attributes:
         budget: that of the options, or what `auto` stands for.
-        count: the number of units to keep; with `spending`, the most that may be.
+        count: the number of units to keep; with `spending`, the most that may be (`gradient`: its usual number).
         spread: what is kept where nothing is measured, by distance alone; None where the teacher is run.
         sizes: of caches at the length of a budget in bytes.
         spending: where windows are planned with the kept units: what the budget holds.
@@ -92,6 +93,20 @@ class SelectionTask:
             planned_windows=windows,
         )
 
+    @property
+    def time(self) -> str:
+        """About how long it takes to measure, for people."""
+        device = self.options.torch_device
+        if device.type == "cuda":
+            return "which takes minutes"
+        return f"which takes a quarter of an hour for 0.5B parameters on two cores ({description(device)} here)"
+
+    def unmeasured(self) -> Selection:
+        """What takes the budget without a measurement: windows alone, all alike, or evenly spread units."""
+        if self.spending is None:
+            return self.selection(evenly(self.candidates.units, self.count), {})
+        return self.selection((), {}, self.spending.windows((), [1.0] * self.teacher.num_layers))
+
     def is_answered_by(self, found: Selection) -> bool:
         """Whether `found` came from this very task."""
         as_many = self.spending is not None or len(found.kept) == self.count
@@ -134,7 +149,10 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     else:
         sizes = CacheSizes(teacher, candidates, at, table.cache_bits, kind)
         spending = Spending(budget, sizes) if planned else None
-        count = spending.most if spending else budget.units_of_bytes(sizes)
+        if spending is None:
+            count = budget.units_of_bytes(sizes)
+        else:
+            count = spending.usual_count() if options.method == "gradient" else spending.most
         longest = int(config.max_position_embeddings)
         if at > longest:
             notes.append(f"{budget.said}: the teacher's positions end at {longest}; only the bytes count.")
