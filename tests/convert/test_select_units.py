@@ -34,6 +34,7 @@ from support.tiny_models import COMMON, LAYERS, tiny_teacher
 from support.tiny_selection import tiny_selection
 
 WINDOW, SINKS, LENGTH = 5, 2, 24
+ALL = torch.arange(LENGTH)  # positions
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +70,10 @@ def test_kept_heads_have_positions_beyond_the_teachers() -> None:
     place_positions(teacher, positions)
     model = SwitchableModel(teacher, Candidates.of(teacher.config, "kv_head"), WINDOW, SINKS)
     model.keep(kept)
-    torch.testing.assert_close(model.logits(rows(), LENGTH), converted(rows()).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.logits(rows(), ALL), converted(rows()).logits, atol=1e-5, rtol=1e-5)
     plain = switchable("llama", "kv_head")
     plain.keep(kept)
-    assert (plain.logits(rows(), LENGTH) - model.logits(rows(), LENGTH)).abs().max() > 1e-3
+    assert (plain.logits(rows(), ALL) - model.logits(rows(), ALL)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,7 +83,7 @@ def test_all_kept_is_the_teacher_and_none_kept_is_the_window_of_the_mixer(family
     teacher, ids = eager(tiny_teacher(family, **changes)), rows()
     model = switchable(family, "layer", **changes)
     model.keep(model.candidates.units)
-    torch.testing.assert_close(model.logits(ids, LENGTH), teacher(ids).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.logits(ids, ALL), teacher(ids).logits, atol=1e-5, rtol=1e-5)
     model.keep([])
     if model.candidates.local:  # the mixer restricts these layers too
         for index in model.candidates.local:
@@ -94,7 +95,7 @@ def test_all_kept_is_the_teacher_and_none_kept_is_the_window_of_the_mixer(family
                 lambda *args: (torch.zeros_like(args[2][0]), None)
             )
     restricted = restrict_to_window(teacher, WINDOW, SINKS)
-    torch.testing.assert_close(model.logits(ids, LENGTH), restricted(ids).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.logits(ids, ALL), restricted(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,15 +105,15 @@ def test_heads_of_a_layer_together_are_the_layer_and_saved_activations_change_no
     layer = by_layer.candidates.units[-1][0]
     by_layer.keep([(layer,)])
     by_head.keep([(layer, 0), (layer, 1)])
-    whole = by_layer.logits(ids, LENGTH)
-    torch.testing.assert_close(by_head.logits(ids, LENGTH), whole, atol=1e-5, rtol=1e-5)
+    whole = by_layer.logits(ids, ALL)
+    torch.testing.assert_close(by_head.logits(ids, ALL), whole, atol=1e-5, rtol=1e-5)
     by_head.keep([])
-    none = by_head.logits(ids, LENGTH, record=True)
+    none = by_head.logits(ids, ALL, record=True)
     one = []
     for head in range(2):
         by_head.keep([(layer, head)])
-        one.append(by_head.logits_from(layer, ids, LENGTH))
-        torch.testing.assert_close(one[-1], by_head.logits(ids, LENGTH), atol=1e-5, rtol=1e-5)
+        one.append(by_head.logits_from(layer, ids, ALL))
+        torch.testing.assert_close(one[-1], by_head.logits(ids, ALL), atol=1e-5, rtol=1e-5)
     for other in (none, whole, one[0]):
         assert float((other - one[1]).abs().max()) > 1e-4
 

@@ -98,7 +98,7 @@ class Scorer:
         working = length * (6 * int(config.intermediate_size) + 8 * int(config.hidden_size)) * item
         if config._attn_implementation == "eager":
             working += 12 * int(config.num_attention_heads) * length**2 * (1 if cost == 1 else len(self.model.layers))
-        logits = objective.positions * int(config.vocab_size) * (item + 8)
+        logits = len(objective.positions) * int(config.vocab_size) * (item + 8)
         if self.device.type != "cuda":
             allowed = float(CPU_BYTES)
         else:

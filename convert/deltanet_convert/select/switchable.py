@@ -65,12 +65,12 @@ class SwitchableModel:
         """Makes the model the teacher again."""
         self.full.fill_(True)
 
-    def logits(self, ids: Tensor, positions: int, *, record: bool = False) -> Tensor:
-        """Logits [B, positions, V] of the last positions of rows [B, T]; `record` keeps each layer's input."""
+    def logits(self, ids: Tensor, positions: Tensor, *, record: bool = False) -> Tensor:
+        """Logits [B, R, V] at the positions [R] of rows [B, T]; `record` keeps each layer's input."""
         self._first, self._recording = 0, record
         return self._run(ids, positions)
 
-    def logits_from(self, layer: int, ids: Tensor, positions: int) -> Tensor:
+    def logits_from(self, layer: int, ids: Tensor, positions: Tensor) -> Tensor:
         """As `logits`, beginning at `layer` with its input in the last recorded pass over the same rows."""
         self._first, self._recording = layer, False
         return self._run(ids, positions)
@@ -79,7 +79,7 @@ class SwitchableModel:
         """Frees the recorded activations."""
         self._saved = [None] * len(self.layers)
 
-    def _run(self, ids: Tensor, positions: int) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(ids, use_cache=False, logits_to_keep=positions).logits
         return logits
 
