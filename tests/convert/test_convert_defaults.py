@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deltanet_convert.convert_command import convert_command
-from deltanet_convert.select import for_convert, objectives, probes, read_selection, task
+from deltanet_convert.select import for_convert, objectives, probes, read_selection
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.start import START
@@ -71,7 +71,7 @@ def test_without_options_and_gpu_derivatives_plan_heads_and_windows_in_4_bits(
         main()
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    assert "Measuring what is best for 11%@2k, which takes a quarter of an hour for 0.5B parameters on" in printed
+    assert "Measuring what is best for 11%@2k, in about ten minutes for 0.5B parameters on two cores; --keep" in printed
     assert f": layer {FAR_LAYER}, key/value head {FAR_HEAD}, score " in printed
     table = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]
     assert table["cache_bits"] == 4
@@ -259,12 +259,11 @@ def test_auto_plans_windows_where_it_can(
         raise UserError("not measured")
 
     monkeypatch.setattr(loading, "chosen_device", lambda name: torch.device(device))
-    monkeypatch.setattr(task, "description", str)
     monkeypatch.setattr(for_convert, "run_selection", run)
     chosen = for_convert.ConvertOptions(**{"layers": "auto", "mixer": "window", "cache_bits": 4} | options)
     teacher = opened(teacher_folder(tmp_path / "teacher", family))
     with pytest.raises(UserError, match="not measured"):
         for_convert.auto_selection(teacher, tmp_path / "out", chosen, lambda done, total, line: lines.append(line))
     assert asked == [(keep, keep == "11%@2k", method)]
-    assert lines[0].startswith(f"Measuring what is best for {keep}, which takes ")
-    assert lines[0].endswith(". --keep every:4 measures nothing and keeps evenly spread layers.")
+    assert lines[0].startswith(f"Measuring what is best for {keep}, in ")
+    assert lines[0].endswith("; --keep every:4 keeps evenly spread layers at once.")

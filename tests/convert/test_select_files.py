@@ -19,10 +19,11 @@ from deltanet_convert.select.budget import USUAL_SHARE, Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.for_convert import SHAPES, shipped_selection
+from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.spending import Spending
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.teacher_model import Teacher, meta_model
-from deltanet_hf import converted_config
+from deltanet_hf import converted_config, loading
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import stored_bytes
 from deltanet_hf.models.factory import model_class
@@ -139,6 +140,24 @@ WRONG_BUDGETS: list[tuple[str, str]] = [
 def test_the_usual_budget_is_that_of_convert(far: Path, options: dict[str, Any], text: str, unit: str) -> None:
     task = tiny_task(far, "auto", **options)
     assert (task.budget.text, task.options.unit) == (text, unit)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "method", "count"),
+    [
+        ("cpu", {"exportable": False}, "gradient", 1),
+        ("cpu", {"probes": 3}, "gradient", 3),
+        ("cpu", {"method": "forward"}, "forward", 8),
+        ("cpu", {"exportable": True}, "forward", 8),
+        ("cuda", {}, "forward", 8),
+    ],
+)
+def test_without_a_gpu_few_derivatives_are_taken(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, Any], method: str, count: int
+) -> None:
+    monkeypatch.setattr(loading, "chosen_device", lambda name: torch.device(device))
+    options = SelectOptions(**given)
+    assert (options.method, options.probes) == (method, count)
 
 
 def test_budgets_that_make_no_sense_are_refused() -> None:

@@ -36,7 +36,6 @@ SHAPES: dict[str, dict[str, str | int]] = {
 }
 """The teachers of the shipped selections, by the keys of config.json that tell them from others. Each has a second
 selection, states-NAME, for windows with states."""
-SKIP = "--keep every:4 measures nothing and keeps evenly spread layers."
 
 
 def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen) -> Selection:
@@ -72,11 +71,12 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
         found = read_selection(file)
     if found is not None and task.is_answered_by(found):
         return found
+    measures = f"what is best for {budget.text}, in {task.time}"
     if options.dry_run:
         shown = "windows of one length" if task.spending else "evenly spread units"
-        show(0, 1, f"The plan below has {shown}: the conversion measures what is best for {budget.text}, {task.time}.")
+        show(0, 1, f"The plan below has {shown}: the conversion measures {measures}.")
         return task.unmeasured()
-    show(0, 1, f"Measuring what is best for {budget.text}, {task.time}. {SKIP}")
+    show(0, 1, f"Measuring {measures}; --keep every:4 keeps evenly spread layers at once.")
     try:
         return run_selection(task, file, show, overwrite=True, plot=False)
     except UserError as error:

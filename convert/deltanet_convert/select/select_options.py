@@ -124,7 +124,8 @@ class SelectOptions(Options):
         """Few derivatives where there is no GPU."""
         from deltanet_hf.loading import chosen_device
 
-        if values.keys() & {"method", "exportable"} or chosen_device(values.get("device")).type == "cuda":
+        on_gpu = chosen_device(values.get("device")).type == "cuda"
+        if on_gpu or "method" in values or values.get("exportable"):
             return values
         return {"method": "gradient", "probes": 1, **values}
 

@@ -12,7 +12,6 @@ from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
 
-from ..device import description
 from ..export.obstacles import teacher_obstacles
 from ..teacher_model import Teacher
 from .budget import Budget
@@ -96,10 +95,8 @@ class SelectionTask:
     @property
     def time(self) -> str:
         """About how long it takes to measure, for people."""
-        device = self.options.torch_device
-        if device.type == "cuda":
-            return "which takes minutes"
-        return f"which takes a quarter of an hour for 0.5B parameters on two cores ({description(device)} here)"
+        on_gpu = self.options.torch_device.type == "cuda"
+        return "minutes" if on_gpu else "about ten minutes for 0.5B parameters on two cores"
 
     def unmeasured(self) -> Selection:
         """What takes the budget without a measurement: windows alone, all alike, or evenly spread units."""
