@@ -112,7 +112,7 @@ def allocations(
     passed = sum(len(set(allocation.windows)) > 1 for allocation in found)
     if passed == len(PASSES):
         return found
-    measure = _Measure(task, model, scorer, spending.length, spending.sizes.bits)
+    measure = _Measure(task, model, scorer, task.text_length, spending.sizes.bits)
 
     def add(kept: list[Unit], windows: tuple[int, ...]) -> None:
         found.append(Allocation(len(kept), windows, spending.sizes.total(kept, windows), *measure(kept, windows)))

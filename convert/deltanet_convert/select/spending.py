@@ -14,7 +14,6 @@ from .units import Unit, evenly
 SHORTEST = whole_window(1)  # tokens of a window; in a packed cache it takes one group
 TRIED = 10  # numbers of kept units besides 0, at most
 WHOLE_SHARE = 0.28  # of the bytes, for whole units whose number is not measured: as in the plans for 3.1 and 5.4 MB
-LONGEST = 16384  # tokens of the texts that ways to spend a budget are measured on, at most
 
 
 class Spending:
@@ -33,11 +32,6 @@ class Spending:
         self.allowed = budget.allowed(sizes)
         self.most = budget.units_of_bytes(sizes, SHORTEST)
         self.longest = max(SHORTEST, min(sizes.at, int(sizes.teacher.config.max_position_embeddings)))
-
-    @property
-    def length(self) -> int:
-        """Tokens of the texts that allocations are measured on."""
-        return min(self.longest, LONGEST)
 
     def counts(self) -> list[int]:
         """The numbers of kept units that are tried, ascending."""

@@ -21,6 +21,7 @@ from .selection_file import Selection
 from .spending import Spending
 from .units import Candidates, Unit, evenly, every_nth
 
+LONGEST, LONGEST_PASSED_BACK = 16384, 4096  # tokens of a text, and of one that derivatives are taken on, at most
 TEXT_ROWS = 4  # rows of running text for `kl`, per probe of a format for the other methods
 
 
@@ -53,6 +54,12 @@ class SelectionTask:
     def length(self) -> int:
         """Tokens per probe."""
         return min(self.options.length, int(self.teacher.config.max_position_embeddings))
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of the texts that ways to spend a budget are measured on."""
+        assert self.spending is not None
+        return min(self.spending.longest, LONGEST_PASSED_BACK if self.options.method == "gradient" else LONGEST)
 
     @property
     def settings(self) -> dict[str, Any]:
