@@ -6,10 +6,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 FAST_TESTS := -m pytest -n 2 --dist loadfile -m "not slow"
 
-.PHONY: demo test test-oldest test-newest test-gpu lint clean
+.PHONY: demo docs test test-oldest test-newest test-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/deltanet-hf demo demo
+
+# The site of docs/, into site/.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python $(FAST_TESTS)
@@ -50,4 +55,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest demo/out .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest demo/out site .mypy_cache .pytest_cache .ruff_cache

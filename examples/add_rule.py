@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_convert import convert
 from deltanet_hf.mixers import MIXERS
-from deltanet_hf.mixers.layer import DeltaRule, StepGates
+from deltanet_hf.mixers.layer import DeltaRule, Projected, StepGates
 from deltanet_hf.mixers.retention import ConstantDecay
 
 
@@ -34,13 +34,13 @@ class SteadyDeltaNet(DeltaRule):
         self.decay = ConstantDecay(self.num_states)
         self.b_proj = nn.Linear(self.q_proj.in_features, self.num_states)
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay and write strength [B, T, H] float32, both 0 at padding."""
-        gates = self.decay(x), self.strength(self.b_proj(x))
+        gates = self.decay(projected.x), self.strength(projected.b)
         return gates if padding is None else tuple(gate.masked_fill(padding[..., None], 0.0) for gate in gates)
 
-    def step_gates(self, x: Tensor) -> StepGates:
-        g, beta = self.gates(x, None)
+    def step_gates(self, projected: Projected) -> StepGates:
+        g, beta = self.gates(projected, None)
         return StepGates(g, beta, sigmoid=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -14,20 +15,29 @@ import pytest
 import torch
 import typer
 
+import deltanet_convert
+import deltanet_recipes
 from deltanet_hf.mixers import MIXERS, Mixer
+from deltanet_hf.version import REPOSITORY
 from deltanet_recipes.cli import COMMANDS, build_app
 from deltanet_recipes.shipped import shipped_recipes
 from measuring.kernels.__main__ import NAMES
+from site_links import on_page_markdown
 from support.tiny_models import tiny_student
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 UsageError = typer.BadParameter.__mro__[1]  # of Click, which newer versions of Typer contain
 EXAMPLE = re.compile(r"<!-- example: relu_attention [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
+DEVELOPER_PAGES = ("contributing.md", "kernel-code.md", "recipe-keys.md")
+HOUSE_WORDS = re.compile(  # of the project alone: say full-attention head, before training, with, fused inference path
+    r"\bwhole (?:key/value )?(?:heads?|layers?)\b|\b(?:heads?|layers?) (?:\w+ )?whole\b|\buntrained\b|\bbeside\b"
+    r"|\b(?:fast|plain) form\b|\bstart values?\b|\bother jobs\b|\bbusy\b|\beven bits\b|\bearlier cache\b|\bwants\b"
+    r"|\brows of \d|\bshare of (?:the )?(?:window|state)\b|‡",
+    re.IGNORECASE,
+)
 RULE = re.compile(r"<!-- example: gated_delta_rule [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -53,11 +63,22 @@ def command_lines(text: str) -> list[str]:
 
 
 def test_the_readme_is_short() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 180
-    code = [line.startswith("```") for line in lines]
-    prose = [line for n, line in enumerate(lines) if sum(code[:n]) % 2 == 0 and not line.startswith(("|", "<!--"))]
-    assert max(map(len, prose)) <= 100
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 100
+    assert len(re.findall(r"\d+(?:[.,]\d+)*", text)) <= 120
+    assert max(len(line) for line in lines if not line.startswith(("|", "<!--"))) <= 100
+    assert min(number for number, line in enumerate(lines, 1) if line.startswith("deltanet-hf ")) < 30
+    table = [line for line in text.partition("<!-- front")[2].splitlines() if line.startswith("|")]
+    assert len(table) <= 2 + 7
+    assert table[0].count("|") <= 7
+
+
+def test_user_pages_use_the_words_of_the_field() -> None:
+    for page in PAGES:
+        if page.name not in DEVELOPER_PAGES and page.parent.name != "research":
+            prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", FENCED.sub("", page.read_text(encoding="utf-8")))
+            assert not HOUSE_WORDS.findall(prose), page
 
 
 def links_lead_somewhere(page: Path) -> None:
@@ -121,6 +142,28 @@ def test_the_rule_in_pytorch_is_the_operator() -> None:
     torch.testing.assert_close(place["chunked"][0], place["output"], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(place["last"][0], place["state"], rtol=1e-4, atol=1e-5)
     assert place["output"].abs().mean() > 0.01
+
+
+def test_the_site_has_every_page() -> None:
+    named = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_links_of_the_site_to_files_outside_lead_to_the_repository() -> None:
+    text = "[a](../../examples/x.sh#L2) [b](../concepts.md#glossary) [c](https://a.b/c) [d](#e)"
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="research/reproducing.md"))
+    seen = on_page_markdown(text, page=page, config=types.SimpleNamespace(repo_url=REPOSITORY))
+    assert seen == text.replace("../../examples", f"{REPOSITORY}/blob/main/examples")
+
+
+def test_what_the_api_page_names_exists() -> None:
+    names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for module, _, member in (each.rpartition(".") for each in names):
+        assert getattr(importlib.import_module(module), member).__doc__, member
+    exported = [
+        f"{package.__name__}.api.{each}" for package in (deltanet_convert, deltanet_recipes) for each in package.__all__
+    ]
+    assert set(exported) <= set(names)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from matplotlib import pyplot
 from deltanet_convert.start import START
 from deltanet_hf.mixers import MIXERS
 from support.tiny_conversion import quick_start, teacher_folder
+from support.tiny_run import ALIGN, recipe_tree, write_recipe
 from tests.test_documents import command_lines_parse, recipes_modules_and_scripts_exist
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -39,6 +41,24 @@ def test_the_commands_of_a_script_parse(script: Path) -> None:
     assert text.count("\ndeltanet-hf ") >= 4
     command_lines_parse(text)
     recipes_modules_and_scripts_exist(text)
+
+
+def test_the_readme_converts_trains_and_generates(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"<!-- example: quickstart [^\n]*-->\n```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    assert code is not None
+    example = code[1]
+    recipe = write_recipe(tmp_path, recipe_tree(tmp_path, [ALIGN], data={"sources": []}))
+    small = {'"HuggingFaceTB/SmolLM2-135M-Instruct"': repr(str(teacher)), '"demo"': repr(str(recipe))}
+    for real, tiny in small.items():
+        assert real in example
+        example = example.replace(real, tiny)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {})
+    assert (tmp_path / "run/final/recipe.json").exists()
+    assert len(capsys.readouterr().out) > len("Water boils at")
 
 
 def test_a_layer_from_the_operators_learns_to_recall(capsys: pytest.CaptureFixture[str]) -> None:

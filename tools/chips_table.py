@@ -1,4 +1,4 @@
-"""The tables of `deltanet_kernels.gated_delta_rule.chips` in Markdown, for docs/kernels.md."""
+"""The tables of `deltanet_kernels.gated_delta_rule.chips` in Markdown, for docs/kernel-code.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Tables of models compared with others, for readme_tables.py.
 
 A table is described by YAML: {results: FILE, columns: [NAME, ...], rows: [{run, label}, ...]} with FILE relative to the
-YAML. `columns` are names of values, or several joined by spaces, which share a column. A cell is **bold** where the row
-is better than its baseline, and *italic* where it is worse, by more than two standard errors of their difference.
+YAML; a row may name a `results` of its own. `columns` are names of values, or several joined by spaces, which share a
+column. A cell is **bold** where the row is better than its baseline, and *italic* where it is worse, by more than two
+standard errors of their difference.
 
 - `front`: rows of `measuring.study.front`; `baseline` of a row names the run that it is compared with, by the outcomes
   of single items.
@@ -32,6 +33,7 @@ HEADERS = {
     "kl_4k kl_8k kl_16k kl_32k": "KL at 4k / 8k / 16k / 32k",
     "needles_2k": "needles in 2k, %",
     "prose_2k": "prose facts in 2k, %",
+    "needles_2k prose_2k": "needles / prose facts in 2k, %",
     "bigram": "bigram recall, %",
     "exact_repeat": "exact repeat",
     "wt2": "WikiText-2",
@@ -63,9 +65,10 @@ class Line(NamedTuple):
 
 def changes(path: Path) -> str:
     """The table that a YAML file describes. Raises UserError if it names a run without figures."""
-    layout, rows = _read(path)
-    lines = [Line(entry["label"], rows[entry["run"]], {}) for entry in layout["rows"]]
-    return _table(layout, lines, lambda line, names: _changes(line.row, rows[layout["base"]], names))
+    layout, row_of = _read(path)
+    base = row_of({"run": layout["base"]})
+    lines = [Line(entry["label"], row_of(entry), {}) for entry in layout["rows"]]
+    return _table(layout, lines, lambda line, names: _changes(line.row, base, names))
 
 
 def front(path: Path) -> str:
@@ -77,28 +80,34 @@ def front(path: Path) -> str:
     results = path.parent / yaml.safe_load(path.read_text())["results"]
     if not results.exists():
         return ""
-    layout, rows = _read(path)
+    layout, row_of = _read(path)
 
     def ahead(run: str, baseline: str | None) -> Ahead:
         return compared(load_items(results, run), load_items(results, baseline)) if baseline else {}
 
-    def label(entry: dict[str, str]) -> str:
-        return entry["label"] + " ‡" * (rows[entry["run"]].get("unpacked_bits") == 16)
+    def line(entry: dict[str, str]) -> Line:
+        row = row_of(entry)
+        label = entry["label"] + " ‡" * (row.get("unpacked_bits") == 16)
+        return Line(label, row, ahead(entry["run"], entry.get("baseline")))
 
-    lines = [
-        Line(label(entry), rows[entry["run"]], ahead(entry["run"], entry.get("baseline"))) for entry in layout["rows"]
-    ]
-    return _table(layout, lines, _cell)
+    return _table(layout, [line(entry) for entry in layout["rows"]], _cell)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Row]]:
-    """The layout, and the rows of its results file by their run; those that it names are there."""
+def _read(path: Path) -> tuple[dict[str, Any], Callable[[dict[str, str]], Row]]:
+    """The layout, and a function that gives the row of an entry or raises UserError if there is none."""
     layout = yaml.safe_load(path.read_text())
-    rows = {row["run"]: row for row in RowFile(path.parent / layout["results"]).rows() if "error" not in row}
-    for entry in layout["rows"]:
-        if entry["run"] not in rows:
-            raise UserError(f"{path}: no measured run {entry['run']!r} in {layout['results']}")
-    return layout, rows
+    files = {entry.get("results", layout["results"]) for entry in layout["rows"]}
+    measured = {
+        file: {row["run"]: row for row in RowFile(path.parent / file).rows() if "error" not in row} for file in files
+    }
+
+    def row_of(entry: dict[str, str]) -> Row:
+        file, run = entry.get("results", layout["results"]), entry["run"]
+        if run not in measured[file]:
+            raise UserError(f"{path}: no measured run {run!r} in {file}")
+        return measured[file][run]
+
+    return layout, row_of
 
 
 def _table(layout: dict[str, Any], lines: list[Line], cell: Callable[[Line, str], str]) -> str:
@@ -109,13 +118,13 @@ def _table(layout: dict[str, Any], lines: list[Line], cell: Callable[[Line, str]
 def _cell(line: Line, names: str) -> str:
     parts = []
     for name in names.split():
-        value, error = line.row.get(name), line.row.get(f"{name}_se")
+        value, error = line.row.get(name), line.row.get(f"{name}_se", line.row.get("stderr", {}).get(name))
         if value is None or (name == "tokens" and not value):
             parts.append("-")
             continue
         text = f"{value / 1e6:.1f}M"
         if name != "tokens":
-            text = figure(value, (error or None) if " " not in names else None, _digits(name))
+            text = figure(value, (error or None) if " " not in names else None, _digits(name, value))
         mark = "**" if name in line.ahead.get("better", ()) else "*" if name in line.ahead.get("worse", ()) else ""
         parts.append(f"{mark}{text}{mark}")
     return " / ".join(parts)
@@ -131,7 +140,9 @@ def _changes(row: dict[str, Any], base: dict[str, Any], names: str) -> str:
     return " / ".join(parts)
 
 
-def _digits(name: str) -> int:
+def _digits(name: str, value: float) -> int:
     if name.startswith("kl_"):
         return 3
-    return {"exact_repeat": 2, "mb_32k": 0, "tokens_per_s": 0}.get(name, 1)
+    if name == "mb_32k":
+        return 0 if value >= 10 else 1
+    return {"exact_repeat": 2, "tokens_per_s": 0}.get(name, 1)

@@ -26,12 +26,12 @@ EARLIER = ("-16-bit-tokens", "-even", "-mlp")  # in the names of rows of earlier
 LABELS = {
     "teacher@4": "teacher, 4 bits",
     "control-by-layer-9.0MB-100m@4": "9.0 MB",
-    "control-by-layer-5.4MB-100m@4": "default",
+    "control-by-layer-5.4MB-100m@4": "5.3 MB",
     "control-by-layer-3.1MB-100m@4": "3.1 MB",
 }
 KINDS = {  # colour, marker, and name in the legend
     "black": ("s", "teacher, cache of 16, 8, 4, 3 and 2 bits"),
-    "tab:gray": ("x", "best untrained: heads or layers whole, windows elsewhere"),
+    "tab:gray": ("x", "best before training: full-attention heads or layers, windows elsewhere"),
     "tab:orange": ("^", "the same, trained"),
     "tab:blue": ("o", "the same with states, trained"),
 }

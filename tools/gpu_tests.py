@@ -1,6 +1,6 @@
 """Runs the tests that use a GPU and records how they ended: `python tools/gpu_tests.py --commit COMMIT`.
 
-The record of the last run is tests/gpu_run.json, which docs/running.md shows (readme_tables.py).
+The record of the last run is tests/gpu_run.json, which docs/contributing.md shows (readme_tables.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from mixers_table import mixers
 from results_tables import results
 from speed_table import recommended, speed
 from training_table import training
-from vllm_table import vllm
+from vllm_table import served, vllm
 
 KINDS: dict[str, Callable[[Path], str]] = {
     "results": lambda path: results(RowFile(path).rows()),
@@ -39,6 +39,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "kernels": kernels,
     "training": training,
     "vllm": vllm,
+    "served": served,
     "data": data,
     "gpu": gpu,
     # Not of a file but of the code.

@@ -48,7 +48,7 @@ def recommended(path: Path) -> str:
     points = _lines(rows)
     columns = [Column(f"8B: {'; '.join(FIGURES)}", lambda kind: KINDS[kind])]
     columns += [Column("{1} x {2:,}".format(*point["point"]), _all_of, (point,)) for point in points]
-    return table(columns, ("transformers", "teacher", "teacher4bit", "by_layer"))
+    return table(columns, ("teacher", "teacher4bit", "by_layer"))
 
 
 def _all_of(kind: str, point: dict[str, Any]) -> str:

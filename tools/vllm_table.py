@@ -25,5 +25,24 @@ def vllm(path: Path) -> str:
     return table(columns, sorted(rows, key=_order))
 
 
+def served(path: Path) -> str:
+    """A line per prompt length and number of sequences of 8B, with the figures of the teacher and of the converted
+    model side by side."""
+    rows = [row for row in RowFile(path, head={}).rows() if "error" not in row and row["shape"] == "8B"]
+    points = sorted({(row["tokens"], row["sequences"]) for row in rows})
+
+    def both(point: tuple[int, int], key: str, digits: int) -> str:
+        values = {row["kind"]: row[key] for row in rows if (row["tokens"], row["sequences"]) == point}
+        return f"{values['teacher']:,.{digits}f} / {values['windows4bit']:,.{digits}f}"
+
+    columns = [
+        Column("8B: sequences x tokens", lambda point: f"{point[1]} x {point[0]:,}"),
+        Column("step, ms: teacher / converted", both, ("step_ms", 1)),
+        Column("tokens/s", both, ("tokens_per_second", 0)),
+        Column("sequences that fit", both, ("fits", 0)),
+    ]
+    return table(columns, points)
+
+
 def _order(row: Row) -> tuple[str, int, int, int]:
     return row["shape"], row["tokens"], row["sequences"], list(NAMES).index(row["kind"])

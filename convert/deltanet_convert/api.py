@@ -25,8 +25,9 @@ def convert(
 ) -> dict[str, Any]:
     """Convert a pretrained softmax model and write the result, which `AutoModelForCausalLM` loads, to a folder.
 
-    >>> from deltanet_convert import convert
-    >>> report = convert("SmolLM2-135M-Instruct", "student", keep="every:4", mixer="gated_deltanet")  # doctest: +SKIP
+    Examples:
+        >>> from deltanet_convert import convert
+        >>> report = convert("SmolLM2-135M", "student", keep="every:4", mixer="gated_deltanet")  # doctest: +SKIP
 
     Args:
         teacher: a folder, a Hub id or a .gguf file.
@@ -65,8 +66,9 @@ def plan(
 ) -> Plan:
     """Plan a conversion, as `deltanet-hf convert --dry-run` does: layers, parameters, memory, and bytes of the cache.
 
-    >>> from deltanet_convert import plan
-    >>> plan("SmolLM2-135M-Instruct", keep="every:4", mixer="gated_deltanet").cache_bytes  # doctest: +SKIP
+    Examples:
+        >>> from deltanet_convert import plan
+        >>> plan("SmolLM2-135M-Instruct", keep="every:4", mixer="gated_deltanet").cache_bytes  # doctest: +SKIP
 
     Args:
         teacher, keep, mixer, set, options: as for `convert`. Nothing is measured.
@@ -87,9 +89,10 @@ def select(
 ) -> Selection:
     """Choose what keeps softmax attention, by what it is worth for recall, and write the choice to a file.
 
-    >>> from deltanet_convert import convert, select
-    >>> select("SmolLM2-135M-Instruct", "heads.json", keep="10%", unit="kv_head")  # doctest: +SKIP
-    >>> convert("SmolLM2-135M-Instruct", "student", keep="heads.json")  # doctest: +SKIP
+    Examples:
+        >>> from deltanet_convert import convert, select
+        >>> select("SmolLM2-135M-Instruct", "heads.json", keep="10%", unit="kv_head")  # doctest: +SKIP
+        >>> convert("SmolLM2-135M-Instruct", "student", keep="heads.json")  # doctest: +SKIP
 
     Args:
         teacher: as for `convert`.

@@ -1,4 +1,4 @@
-"""Estimates the resident memory of a conversion, within a quarter of the measured peaks (docs/converting.md).
+"""Estimates the resident memory of a conversion, within a quarter of the measured peaks (docs/research/conversion.md).
 
 The peak is that of the layers that are fitted at the same time, or of the output head. Weights, hidden states and
 logits are counted from shapes, in bytes. What a fit takes beside them is the samples that it keeps, times a measured

@@ -6,14 +6,18 @@
                      for once per `generate`
     reasons.py       these reasons: hooks, adapters, offloading, sharding, training, replaced methods
     decoder.py       the decoder and its layers, with the residual sums handed on to the next norm
-    mixer.py         prefill and decoding step of a mixer
+    mixer.py         the steps of a mixer (mixers/layer/mixer.py) that it computes in another way
+    delta_rule.py    those of the delta family: gates, and the decoding step in one kernel
+    delayed.py       those of a state of what has left its window, in 8 or 4 bits
+    of_mixer.py      which of these a mixer takes
     window.py        prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
-    packed.py        prefill and decoding step of softmax and window layers, alone or mixed, with a cache in 8 or 4 bits
+    softmax.py       softmax and window layers, with one product for q, k and v
+    packed.py        their prefill and decoding step, alone or mixed, with a cache in 8 or 4 bits
     norms.py         norms with residual sums, one kernel each
     mlp.py           feed-forward blocks
     joint.py         linear layers with one input as one matrix product
     side_by_side.py  two calls at the same time, where a graph is recorded
-    copied.py        copies of modules with replaced parts
+    children.py      modules whose children are others
 
 Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` records its step.
 """

@@ -1,8 +1,8 @@
 """The decoder of a language model in its fast form: norms, residual sums, projections and mixers by few launches.
 
-The fast form is a copy of the family's decoder with the same parameters. The family's own forward embeds the tokens,
-makes masks and rotary embeddings and calls the layers; the layers, the final norm and what is in them are those of
-this package. A layer returns its last residual sum as two tensors, and the norm after it computes the sum.
+The family's own forward embeds the tokens, makes masks and rotary embeddings and calls the layers; the layers, the
+final norm and what is in them are those of this package, with the family's parameters. A layer returns its last
+residual sum as two tensors, and the norm after it computes the sum.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltanet_hf.fast.copied import copied
-from deltanet_hf.fast.joint import joint_linears
-from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.children import with_children
 from deltanet_hf.fast.mlp import FastMLP, is_known
-from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.fast.packed import QKV, FastPacked, is_packed
-from deltanet_hf.mixers.cache.argument import cache_in
+from deltanet_hf.fast.norms import FastNorm, Sum
+from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.packed import FastPacked, is_packed
+from deltanet_hf.fast.softmax import QKV, FastSoftmax
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
 
 
@@ -73,7 +73,7 @@ class FastDecoder:
     def __init__(self, model: Any, may_move: bool) -> None:
         decoder = model.model
         layers = [FastLayer(layer, may_move) for layer in decoder.layers]
-        self._decoder = copied(decoder, layers=layers, norm=FastNorm(decoder.norm))
+        self._decoder = with_children(decoder, layers=layers, norm=FastNorm(decoder.norm))
         self.takes_prompt_length = all(layer.takes_prompt_length for layer in layers)
         self.weights = sum(weight.numel() for weight in decoder.layers.parameters())
 
@@ -86,7 +86,7 @@ class FastDecoder:
         """
         forward = type(model).forward
         forward = getattr(forward, "plain_form", forward)
-        return forward(copied(model, model=self._decoder), *args, **kwargs)  # type: ignore[no-any-return]
+        return forward(with_children(model, model=self._decoder), *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class FastLayer:
@@ -98,26 +98,20 @@ class FastLayer:
         norms = (None if name is None else FastNorm(getattr(layer, name)) for name in names)
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
         linear = layer._modules.get("linear_attn")
-        self._attention = (
-            fast_attention(layer.self_attn, may_move) if linear is None else LinearAttention(linear, may_move)
-        )
-        self._mlp = fast_part(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, may_move)
+        self._attention = fast_attention(layer.self_attn if linear is None else linear, may_move)
+        # Which layers of Qwen3.5's form do not take, nor prompts that are padded for a recording.
+        self.takes_prompt_length = linear is None and bool(getattr(self._attention, "takes_prompt_length", True))
+        mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+        self._mlp = FastMLP(mlp, may_move) if is_known(mlp) else mlp
         self._multiplier = getattr(layer, "residual_multiplier", None)
-
-    @property
-    def takes_prompt_length(self) -> bool:
-        """See `FastDecoder`."""
-        return bool(getattr(self._attention, "takes_prompt_length", True))
 
     def __call__(self, hidden_states: Tensor | Sum, **call: Any) -> Sum:
         """Hidden states [B, T, hidden], or a sum that gives them -> the sum that gives those of the next layer."""
         x, residual = self._normed(self._before_attention, hidden_states)
-        x = self._attention(hidden_states=x, **call)[0]
+        x = _first(self._attention(hidden_states=x, **call))
         total = self._added(x, self._after_attention, residual)
         x, residual = self._normed(self._before_mlp, total)
-        x = self._mlp(x)
-        x = x[0] if isinstance(x, tuple) else x  # gpt-oss returns the router's scores, too
-        return self._added(x, self._after_mlp, residual)
+        return self._added(_first(self._mlp(x)), self._after_mlp, residual)
 
     @staticmethod
     def _normed(norm: FastNorm | None, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
@@ -133,43 +127,20 @@ class FastLayer:
         return Sum(x if self._multiplier is None else x * self._multiplier, residual)
 
 
-class LinearAttention:
-    """A layer of Qwen3.5's name and signature, for which transformers drops the mask of a single token."""
-
-    takes_prompt_length = False
-
-    def __init__(self, mixer: Mixer, may_move: bool) -> None:
-        self._mixer = FastMixer(mixer, may_move)
-
-    def __call__(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, padding: Any = None, **call: Any
-    ) -> tuple[Tensor, None]:
-        if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, Tensor):
-            attention_mask = ~padding
-        return self._mixer(hidden_states, None, attention_mask, cache_in(call), call.get("cu_seq_lens_q"), padding)
-
-
-TOGETHER = (QKV, ("gate_proj", "up_proj"))
-"""Names of linear layers with one input, in attention and in feed-forward blocks."""
-
-
-def fast_part(module: nn.Module, may_move: bool) -> Any:
-    """The stand-in of a module in the fast form: a module of this package, a copy with faster parts, or itself."""
-    if isinstance(module, Mixer):
-        return FastMixer(module, may_move)
-    if is_known(module):
-        return FastMLP(module, may_move)
-    if form_of(module) is not None:
-        return FastNorm(module)
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    parts = {name: fast_part(child, may_move) for name, child in children.items()}
-    for names in TOGETHER:
-        if set(names) <= children.keys():
-            parts.update(zip(names, joint_linears([children[name] for name in names], may_move), strict=True))
-    replaced = {name: part for name, part in parts.items() if part is not children[name]}
-    return copied(module, **replaced) if replaced else module
+def _first(output: Any) -> Tensor:
+    """The output of a block, with which some return weights or a router's scores."""
+    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
-    """The stand-in of a layer's attention."""
-    return FastPacked(attention, may_move) if is_packed(attention) else fast_part(attention, may_move)
+    """The stand-in of a layer's attention; its weights may be moved where `may_move`, see `JointProjection`."""
+    if is_packed(attention):
+        return FastPacked(attention, may_move)
+    branches = {name: _fast_branch(branch, may_move) for name, branch in branches_of(attention).items()}
+    return branches[""] if "" in branches else with_children(attention, **branches)
+
+
+def _fast_branch(branch: nn.Module, may_move: bool) -> Any:
+    if isinstance(branch, Mixer):
+        return fast_mixer(branch, may_move)
+    return FastSoftmax.of(branch, may_move) if set(QKV) <= branch._modules.keys() else branch

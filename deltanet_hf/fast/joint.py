@@ -21,14 +21,14 @@ ALIGNMENT = 8  # numbers of outputs that matrix products are fast for are multip
 class JointProjection:
     """The outputs of several linear layers with one input, as one product where they can be.
 
-    They stay apart if one of them is another module than `nn.Linear`, where dtypes or devices differ, and where they do
-    not lie in one block: parameters are only moved if they `may_move`, share their memory with no other tensor and
-    have no gradient, because CUDA graphs of training may hold their addresses.
+    They stay apart, and `weight` is None, if one of them is another module than `nn.Linear`, where dtypes or devices
+    differ, and where they do not lie in one block: parameters are only moved if they `may_move`, share their memory
+    with no other tensor and have no gradient, because CUDA graphs of training may hold their addresses.
     """
 
     def __init__(self, linears: Sequence[Any], may_move: bool) -> None:
         self._linears = linears
-        self._weight = self._bias = None
+        self.weight = self._bias = None
         weights: list[Any] = [getattr(one, "weight", None) for one in linears]
         biases: list[Any] = [getattr(one, "bias", None) for one in linears]
         alike = len({(one.dtype, one.device) for one in (*weights, *biases) if one is not None}) == 1
@@ -39,54 +39,13 @@ class JointProjection:
         biased = weight is not None and any(one is not None for one in biases)
         bias = _block(biases, sizes, may_move) if biased else None
         if weight is not None and (bias is not None) == biased:
-            self._weight, self._bias, self._sizes = weight, bias, [*sizes, len(weight) - sum(sizes)]
-
-    @property
-    def is_joint(self) -> bool:
-        return self._weight is not None
+            self.weight, self._bias, self._sizes = weight, bias, [*sizes, len(weight) - sum(sizes)]
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The outputs [..., out] for x [..., in], in order; of one product they are views that no other caller gets."""
-        if self._weight is None:
+        if self.weight is None:
             return [linear(x) for linear in self._linears]
-        return torch.split_with_sizes(F.linear(x, self._weight, self._bias), self._sizes, -1)[: len(self._linears)]
-
-
-class JointProduct:
-    """The product with several linear layers, which a module calls one by one with the same input."""
-
-    def __init__(self, projection: JointProjection) -> None:
-        self._projection = projection
-        self._held: tuple[Tensor, dict[int, Tensor]] | None = None
-
-    def output(self, x: Tensor, index: int) -> Tensor:
-        """The output [..., out] of one layer for x [..., in]; the first of them to be called computes all."""
-        held = self._held
-        if held is None or held[0] is not x or index not in held[1]:
-            held = self._held = (x, dict(enumerate(self._projection(x))))
-        output = held[1].pop(index)
-        if not held[1]:
-            self._held = None
-        return output
-
-
-class JointLinear:
-    """Stands for one of the layers: a view of the joint output, which no other caller gets."""
-
-    def __init__(self, joint: JointProduct, index: int, out_features: int) -> None:
-        self._joint, self._index, self.out_features = joint, index, out_features
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._joint.output(x, self._index)
-
-
-def joint_linears(linears: Sequence[Any], may_move: bool) -> list[Any]:
-    """Stand-ins for linear layers that a module calls itself: outputs of one product, or the layers as they are."""
-    projection = JointProjection(linears, may_move)
-    if not projection.is_joint:
-        return list(linears)
-    joint = JointProduct(projection)
-    return [JointLinear(joint, index, one.out_features) for index, one in enumerate(linears)]
+        return torch.split_with_sizes(F.linear(x, self.weight, self._bias), self._sizes, -1)[: len(self._linears)]
 
 
 @torch.inference_mode(False)

@@ -1,4 +1,4 @@
-"""The feed-forward blocks of the families, down_proj(silu(gate_proj(x)) * up_proj(x)), by three launches."""
+"""The feed-forward blocks of the families, down_proj(act(gate_proj(x)) * up_proj(x)): with SiLU, three launches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ CLASSES = (
     "SmolLM3MLP",
     "Olmo2MLP",
     "Olmo3MLP",
+    "Gemma2MLP",
+    "Gemma3MLP",
+    "Qwen3_5MLP",
 )
-"""In transformers; others compute themselves, as those with GELU do."""
-ACTIVATIONS = ("SiLU", "SiLUActivation")
+"""In transformers; others compute themselves."""
+SILU = ("SiLU", "SiLUActivation")
 PART = 65536
 """Tokens that are computed at once: in 8B shapes, the products of 262,144 tokens take 22 GB, and their cache 34."""
 
@@ -35,16 +38,16 @@ def is_known(module: nn.Module) -> bool:
         return False
     held: Any = module
     alike = type(held.gate_proj) is type(held.up_proj) is nn.Linear
-    same = alike and held.gate_proj.weight.dtype == held.up_proj.weight.dtype
-    return same and type(held.act_fn).__name__ in ACTIVATIONS
+    return alike and held.gate_proj.weight.dtype == held.up_proj.weight.dtype
 
 
 class FastMLP:
-    """A known block: the two projections of x are one product, SiLU and product one kernel."""
+    """A known block: the two projections of x are one matrix product, SiLU and product one kernel."""
 
     def __init__(self, block: Any, may_move: bool) -> None:
         self._gate_and_up = JointProjection((block.gate_proj, block.up_proj), may_move)
-        self._down = block.down_proj
+        self._down, self._act = block.down_proj, block.act_fn
+        self._is_silu = type(block.act_fn).__name__ in SILU
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, T, hidden] -> [B, T, hidden]."""
@@ -53,5 +56,6 @@ class FastMLP:
         return torch.cat([self._output(part) for part in x.reshape(1, -1, x.shape[-1]).split(PART, 1)], 1).view(x.shape)
 
     def _output(self, x: Tensor) -> Tensor:
-        y: Tensor = self._down(silu_product.unchecked(SiluProductCall(*self._gate_and_up(x))))
-        return y
+        gate, up = self._gate_and_up(x)
+        product = silu_product.unchecked(SiluProductCall(gate, up)) if self._is_silu else self._act(gate) * up
+        return self._down(product)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deltanet_hf.fast.joint import JointProjection
 from deltanet_hf.fast.norms import FastNorm
 from deltanet_hf.fast.side_by_side import side_by_side
+from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, whole_angles, window_angles
 from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
@@ -41,7 +42,6 @@ FAMILIES = (
 )
 """Attention of which the class says no more than: project, norms of the heads of q and k if there are any, rotate,
 attend by `scaling`, project."""
-QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def is_packed(attention: Any) -> bool:

@@ -25,8 +25,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.layer import DeltaRule, LateSettings, MixCall, MixerProjections, State, StepGates, TensorShape
-from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, delta_rule, wide_range
+from deltanet_hf.mixers.layer import (
+    DeltaRule,
+    LateSettings,
+    MixCall,
+    MixerProjections,
+    Projected,
+    State,
+    StepGates,
+    TensorShape,
+)
+from deltanet_hf.mixers.layer.delta_rule import closed, delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import elu_features
 from deltanet_hf.mixers.layer.settings import check_bool
 from deltanet_kernels import cumulative_sum
@@ -58,12 +67,9 @@ class DeltaNet(DeltaRule):
     settings: DeltaNetSettings  # type: ignore[assignment]
     decays = "never"
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay 0 and write strength beta, both [B, T, HV] float32; beta is 0 at padding."""
-        b = self.b_proj(x)
-        if padding is not None:
-            b = b.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
-        beta = self.strength(b)
+        beta = self.strength(closed(projected.b, padding))
         return torch.zeros_like(beta), beta
 
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
@@ -86,8 +92,8 @@ class DeltaNet(DeltaRule):
     def is_gated_delta_rule(self) -> bool:
         return not self.settings.normalised
 
-    def step_gates(self, x: Tensor) -> StepGates:
-        b = self.b_proj(x)
+    def step_gates(self, projected: Projected) -> StepGates:
+        b = closed(projected.b, None)
         return StepGates(torch.zeros_like(b), b)
 
 

@@ -17,6 +17,7 @@ those of Gated DeltaNet.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, State
-from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, delta_rule
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, Projected, State
+from deltanet_hf.mixers.layer.delta_rule import closed, delta_rule
 from deltanet_hf.mixers.layer.settings import check_at_least
 
 START_STRENGTH = 0.02  # of a further write; at 0 neither its keys nor its values would have a gradient
@@ -100,24 +101,21 @@ class DeltaProduct(DeltaRule):
         further = self.settings.num_householder - 1
         self.householder = nn.ModuleList(HouseholderStep(self.k_proj, self.num_states) for _ in range(further))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(self, x: Tensor, outputs: Sequence[Tensor | None]) -> Projected:
         """As in the base class, with k, v [B, T, n_h*HV*D], the heads of the first write first."""
-        q, k, v = super().project(x)
+        x, q, k, v, *others = super().projected(x, outputs)
         write: Any
         for write in self.householder:
             k_new, v_new = self.normalise(write.k_proj(x), self.k_norm), write.v_proj(x)
             k, v = torch.cat([k_new.to(k.dtype), k], dim=-1), torch.cat([v_new, v], dim=-1)
-        return q, k, v
+        return Projected(x, q, k, v, *others)
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
-        """Log decay g [B, T, HV] and write strengths beta [B, T, n_h*HV] in the order of `project`."""
-        g, beta = super().gates(x, padding)
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Log decay g [B, T, HV] and write strengths beta [B, T, n_h*HV] in the order of `projected`."""
+        g, beta = super().gates(projected, padding)
         write: Any
         for write in self.householder:
-            b = write.b_proj(x)
-            if padding is not None:
-                b = b.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
-            beta = torch.cat([self.strength(b), beta], dim=-1)
+            beta = torch.cat([self.strength(closed(write.b_proj(projected.x), padding)), beta], dim=-1)
         return g, beta
 
     def mix(self, call: MixCall) -> tuple[Tensor, State]:

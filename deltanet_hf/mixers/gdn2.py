@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.layer import ChannelRule, DeltaRule, MixCall, State
+from deltanet_hf.mixers.layer import ChannelRule, DeltaRule, MixCall, Projected, State
 from deltanet_hf.mixers.layer.channel_rule import channel_rule
-from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE
+from deltanet_hf.mixers.layer.delta_rule import closed
 from deltanet_kernels import gated_rms_norm
 
 UNIT_EPS = 1e-6  # beside the squared length, as in the operators
@@ -39,11 +39,10 @@ class GatedDeltaNet2(ChannelRule):
         self.erase_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
         self.write_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay g and erase gate b [B, T, HV, K], write gate w [B, T, HV, V], float32; all 0 at padding."""
-        logits = [self.erase_proj(x), self.write_proj(x)]
-        if padding is not None:
-            logits = [gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in logits]
+        x = projected.x
+        logits = (closed(gate(x), padding) for gate in (self.erase_proj, self.write_proj))
         b, w = (self.strength(self.split_heads(gate)) for gate in logits)
         return self.channel_decay(x, padding), b, w
 

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import DeltaRule, LateAdditiveSettings, MixCall, MixerProjections, State, TensorShape
+from deltanet_hf.mixers.layer import (
+    DeltaRule,
+    LateAdditiveSettings,
+    MixCall,
+    MixerProjections,
+    Projected,
+    State,
+    TensorShape,
+)
 from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import TaylorFeatures, elu_features, taylor_size
 from deltanet_hf.mixers.layer.settings import check_choice
@@ -66,9 +74,9 @@ class Linear(DeltaRule):
             heads = self.q_proj.out_features // self.head_dim
             self.features = TaylorFeatures(heads, self.num_states, self.head_dim, self.settings.feature_dim)
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay 0 and write strength 1, both [B, T, HV] float32; the strength is 0 at padding."""
-        beta = torch.ones(*x.shape[:2], self.num_states, device=x.device)
+        beta = torch.ones(*projected.x.shape[:2], self.num_states, device=projected.x.device)
         if padding is not None:
             beta = beta.masked_fill(padding.unsqueeze(-1), 0.0)
         return torch.zeros_like(beta), beta

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.layer import DeltaRule, LateAdditiveSettings, MixerProjections, Part
+from deltanet_hf.mixers.layer import DeltaRule, LateAdditiveSettings, MixerProjections, Part, Projected
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 
 
@@ -52,9 +52,9 @@ class Retention(DeltaRule):
     def add_gates(self) -> None:
         self.decay = ConstantDecay(self.num_states)
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay g and write strength 1, both [B, T, HV] float32; both 0 at padding."""
-        g = self.decay(x)
+        g = self.decay(projected.x)
         beta = torch.ones_like(g)
         if padding is not None:
             g, beta = (gate.masked_fill(padding.unsqueeze(-1), 0.0) for gate in (g, beta))

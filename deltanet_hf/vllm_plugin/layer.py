@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.of_mixer import fast_mixer
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.cache.view import CacheView
@@ -133,7 +133,7 @@ class StateLayer(ServedLayer):
     @cached_property
     def form(self) -> Any:
         """The fast form of a mixer, or the layer itself; made once the weights have been loaded."""
-        return FastMixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
+        return fast_mixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         return called(self.form, MixerCacheLayer(), x, position_embeddings)

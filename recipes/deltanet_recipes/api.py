@@ -11,8 +11,9 @@ from typing import Any
 def distill(recipe: str | Path, changes: Mapping[str, Any] | None = None, **keys: Any) -> Path:
     """Run all stages of a recipe; after an interruption, the same call continues the run.
 
-    >>> from deltanet_recipes import distill
-    >>> distill("smollm2-135m-hybrid-10m", {"stages.distil.tokens": 10**6}, student="student")  # doctest: +SKIP
+    Examples:
+        >>> from deltanet_recipes import distill
+        >>> distill("smollm2-135m-hybrid-10m", {"stages.distil.tokens": 10**6}, student="student")  # doctest: +SKIP
 
     Args:
         recipe: a YAML file, or the name of a shipped recipe.
@@ -38,8 +39,9 @@ def report(
 ) -> dict[str, Any]:
     """Compare a teacher, its students and untrained baselines; after an interruption, the same call continues.
 
-    >>> from deltanet_recipes import report
-    >>> report("SmolLM2-135M-Instruct", ["run/final"], "report", suite="texts")["models"]  # doctest: +SKIP
+    Examples:
+        >>> from deltanet_recipes import report
+        >>> report("SmolLM2-135M-Instruct", ["run/final"], "report", suite="texts")["models"]  # doctest: +SKIP
 
     Args:
         teacher: a folder or Hub id.

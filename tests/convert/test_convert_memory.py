@@ -39,7 +39,7 @@ MEASURED = [
     (SHAPES["1B"], PURE, 2048, 1, 1.64),
     (LARGE, WINDOW, 128, 1, 1.43),
 ]
-"""Shape, mixer, calibration tokens, layers at once, and the resident memory in GB (docs/converting.md)."""
+"""Shape, mixer, calibration tokens, layers at once, and the resident memory in GB (docs/research/conversion.md)."""
 
 
 @pytest.mark.parametrize(("shape", "mixer", "tokens", "at_once", "gb"), MEASURED)

@@ -19,7 +19,7 @@ from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer
 from deltanet_hf.mixers.attention.attention_kind import Call, Softmax
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.state import State, TensorShape
-from deltanet_hf.mixers.layer import MixCall
+from deltanet_hf.mixers.layer import MixCall, Projected
 from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.mixed_heads import MixedHeads
@@ -63,7 +63,8 @@ class ConstantDecay(Mixer):
     def add_gates(self) -> None:
         pass
 
-    def gates(self, x: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def gates(self, projected: Projected, padding: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        x = projected.x
         half_life = 2.0 ** torch.arange(1, self.num_states + 1, device=x.device)
         decay = (-torch.log(torch.tensor(2.0)) / half_life).expand(*x.shape[:2], -1)
         strength = torch.ones_like(decay)

@@ -118,7 +118,9 @@ def test_with_the_true_far_attention_the_start_is_complete_softmax_attention(
 
     basis = torch.linalg.qr(torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(1))).Q
     fit.fold(basis)
-    torch.testing.assert_close(made.share(f @ basis, lse, torch.arange(1, TOKENS + 1)[None]), share.squeeze(-1))
+    torch.testing.assert_close(
+        made.share(made.share_proj(f @ basis), lse, torch.arange(1, TOKENS + 1)[None]), share.squeeze(-1)
+    )
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def test_starts_as_the_fitted_layer(fitted: list[Any], mixer: str, changes: dict
     teacher = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
     error = float((got - teacher).square().sum() / teacher.square().sum())
     assert error == pytest.approx(figures["fit_mse"], rel=1e-3)
-    g = layer.gates(states, None)[0]
+    g = layer.gates(layer.project(states), None)[0]
     torch.testing.assert_close(g, g[..., :1].expand_as(g), rtol=1e-4, atol=1e-6)
     assert float(g[..., 0].std()) > 0  # the decay depends on the token and the head
     assert layer.f_down.weight[layer.num_states :].any() or layer.num_states >= layer.head_dim

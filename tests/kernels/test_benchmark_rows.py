@@ -24,6 +24,7 @@ from measuring.kernels import channel_gates, chunk, erase, group, harness, inner
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
 from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
 from measuring.rows import Row
+from tests.kernels.triton_mode import DEVICE
 
 LABELS: list[Row] = [{"rule": r, "shape": [2, 3], "impl": i} for r in "ab" for i in ("deltanet", "fla")]
 
@@ -336,7 +337,7 @@ def test_configurations_differ(module: Any) -> None:
 
 def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, which Triton's interpreter computes rightly."""
-    monkeypatch.setattr(group, "DEVICE", "cpu")
+    monkeypatch.setattr(group, "DEVICE", DEVICE)
     monkeypatch.setattr(harness, "peak_gib", lambda run: 1.0)
     monkeypatch.setattr(harness, "time_both_ways", lambda name, run, repeats: {f"{name}_ms": 2.0})
     make = group.make

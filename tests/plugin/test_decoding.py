@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import LayerTable
-from deltanet_hf.fast import mixer
+from deltanet_hf.fast import delta_rule
 from support.plain_form import plain_form
 from support.tiny_models import HYBRID, LAYERS, tiny_mixture, tiny_student
 
@@ -41,13 +41,13 @@ UNERASED = ("gated_linear", "retention", "linear", "linear+window")
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of q at every fused step."""
     shapes: list[tuple[int, ...]] = []
-    step_ = mixer.gated_delta_step_
+    step_ = delta_rule.gated_delta_step_
 
     def watch(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         shapes.append(tuple(q.shape))
         return step_(q, *args, **kwargs)
 
-    monkeypatch.setattr(mixer, "gated_delta_step_", watch)
+    monkeypatch.setattr(delta_rule, "gated_delta_step_", watch)
     return shapes
 
 

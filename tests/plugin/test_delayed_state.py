@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.layer import DeltaRule
@@ -19,6 +20,7 @@ from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.float64 import Float64
+from support.plain_form import plain_form
 from support.tiny_models import tiny_student
 
 GROUP = 32
@@ -52,14 +54,15 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
     branch = mixer.window_branch
     assert branch is not None
     (B, T, _), bits = x.shape, branch.cache_bits
-    q, k, v = mixer.window_inputs(mixer.project(x), model.model.rotary_emb(x, torch.arange(T)[None]))
+    projected = mixer.project(x)
+    q, k, v = mixer.window_inputs(projected, model.model.rotary_emb(x, torch.arange(T)[None]))
     far_k, far_v = k, v  # as queries of later groups, and the state, get them
     if bits < 16:
         k, v, seen = as_kept(k, v, bits, None)
         far_k, far_v = (straight_through(part, other) for part, other in zip((k, v), seen, strict=True))
     times = mixer.kv_repeats
     rule_q, rule_k, rule_v = mixer.activated(q, *(x.repeat_interleave(times, 2) for x in (far_k, far_v)))
-    gates = tuple(map(as_waiting, mixer.gates(x, None)))
+    gates = tuple(map(as_waiting, mixer.gates(projected, None)))
     outputs, state, written = [], None, branch.sinks
     for t in range(T):
         own, left = t // GROUP * GROUP, max(0, (t // GROUP - branch.groups) * GROUP)
@@ -82,7 +85,7 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         )
         scores = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * branch.scale
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
-        far = mixer.gated_norm(far, mixer.output_gate(x[:, now]))
+        far = mixer.gated_norm(far, mixer.project(x[:, now]).gate)
         count = t + 1 - len(seen)
         logit = branch.share_proj(x[:, now]) + branch.slopes.far_slope * math.log(max(count, 1))
         share = (logit - branch.slopes.near_slope * scores.logsumexp(-1)[:, None]).sigmoid().unsqueeze(-1) * (count > 0)
@@ -207,6 +210,33 @@ def test_a_text_that_fits_into_the_window_gets_the_teachers_attention() -> None:
     before = kind(longer, angles(model, longer))[0]
     kind.norm.weight.add_(5.0)  # type: ignore[union-attr]
     assert not torch.equal(kind(longer, angles(model, longer))[0], before)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bits": 8}, {"bits": 4, "state_dtype": "int8"}, {"bits": 4, "sinks": 0, "output_gate": False}], ids=str
+)
+@torch.no_grad()
+def test_the_fast_form(changes: dict[str, Any]) -> None:
+    """Its kernels for a prompt and for steps, of two texts of different lengths, beside the operations of the layer."""
+    model, _ = layer(**changes)
+    tokens = torch.randint(3, 97, (2, 135), generator=torch.Generator().manual_seed(2))
+
+    def read(parts: tuple[int, ...]) -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        logits = [model(part, past_key_values=cache).logits for part in tokens.split(parts, 1)]
+        return torch.cat(logits, 1)
+
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_prompt", "_step"):
+            kernels = getattr(FastDelayedRule, name)
+            patch.setattr(FastDelayedRule, name, lambda *call, of=kernels: (called.append(of), of(*call))[1])
+        for parts in ((135,), (95, *[1] * 40), (60, 9, *[1] * 66)):
+            with plain_form():
+                wanted = read(parts)
+            called.clear()
+            close(read(parts), wanted)
+            assert len(called) == len(model.model.layers) * (1 + parts.count(1))
 
 
 @torch.no_grad()

@@ -177,7 +177,7 @@ def test_the_comba_layer_corrects_its_queries_before_the_norm() -> None:
     layer = layer_of("comba", expand_kv=False)
     x = draw(1, 9, 32)
     q, k, v = layer.project_qkv(x, None)
-    g, eta = (gate.double() for gate in layer.gates(x, None))
+    g, eta = (gate.double() for gate in layer.gates(layer.project(x), None))
     q, f = layer.closed_loop(q, k)
     k, v, g, eta, f = (x.repeat_interleave(2, dim=-1 if x.dim() < 4 else 2) for x in (k, v, g, eta, f.double()))
     unit = l2_normalize(k)

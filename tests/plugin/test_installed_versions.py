@@ -22,7 +22,7 @@ from deltanet_kernels.installed_versions import OLDEST, TooOldError, require
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("deltanet_hf", "kernels/deltanet_kernels", "convert/deltanet_convert", "recipes")
-NOT_IN_THE_SUITE = ("hatchling", "mypy", "pre-commit", "ruff", "vllm")
+NOT_IN_THE_SUITE = ("hatchling", "mkdocs-material", "mkdocstrings-python", "mypy", "pre-commit", "ruff", "vllm")
 
 
 def lower_bounds() -> dict[str, str]:
@@ -69,8 +69,9 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
 
 def test_the_repository_has_one_address() -> None:
     assert f'Repository = "{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nrepo_url: {REPOSITORY}\n" in (ROOT / "mkdocs.yml").read_text()
     assert f"\nurl: {REPOSITORY}\n" in (ROOT / "CITATION.cff").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         assert set(re.findall(r"https://github\.com/deltanet-hf[\w/-]*", page.read_text())) <= {REPOSITORY}, page
     assert install_command("eval") == f"pip install 'deltanet-hf[eval] @ git+{REPOSITORY}'"
 
@@ -78,7 +79,7 @@ def test_the_repository_has_one_address() -> None:
 def test_nothing_says_to_install_this_package_from_an_index() -> None:
     """Whoever took the name there would run code on the machines of those who follow."""
     sources = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     for file in (*sources, *pages):
         assert not re.search(r"pip install [^\n`]*deltanet[-_]hf", file.read_text(encoding="utf-8")), file
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf import LayerTable
-from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.delta_rule import fast_mixer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer import MixCall, State
@@ -97,7 +97,7 @@ def test_additive_layers_are_the_recurrence(name: str) -> None:
     layer = layer_of(name)
     x = draw(1, 9, 32)
     q, k, v = layer.project_qkv(x, None)
-    g, beta = layer.gates(x, None)
+    g, beta = layer.gates(layer.project(x), None)
     assert g.max() < 0
     assert beta.min() > 0
     wanted, _ = naive_additive(l2_normalize(q), l2_normalize(k), v, g.double(), beta.double())
@@ -148,7 +148,7 @@ def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() 
     layer = layer_of("gated_deltanet")
     for kind, sign in ((GatedDeltaNet, 1), (Negated, -1)):
         layer.__class__ = kind
-        caches, form = (MixerCacheLayer(), MixerCacheLayer()), FastMixer(layer, False)
+        caches, form = (MixerCacheLayer(), MixerCacheLayer()), fast_mixer(layer, False)
         for x in (draw(1, 3, 32), draw(1, 1, 32)):
             torch.testing.assert_close(form(x, None, None, caches[0]), layer(x, None, None, caches[1]))
         assert layer.is_gated_delta_rule == (sign == 1)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from deltanet_hf import LayerTable
-from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.delta_rule import fast_mixer
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.parts import KeyOffset
@@ -81,10 +81,10 @@ def test_a_strength_above_1_turns_what_was_stored(mixer: dict[str, Any]) -> None
     for allowed in (True, False):
         layer = mixer_of(tiny_student("llama", allow_neg_eigval=allowed, qk_activation="none", **mixer, **BARE))
         assert layer.max_strength == (2 if allowed else 1)
-        _, beta = layer.gates(10 * inputs(torch.float32), None)
+        _, beta = layer.gates(layer.project(10 * inputs(torch.float32)), None)
         assert (beta.max() > 1.5) == allowed
         assert beta.max() <= layer.max_strength
-        assert not layer.gates(inputs(torch.float32), torch.ones(1, 9, dtype=torch.bool))[1].any()
+        assert not layer.gates(layer.project(inputs(torch.float32)), torch.ones(1, 9, dtype=torch.bool))[1].any()
     layer = mixer_of(tiny_student("llama", allow_neg_eigval=True, qk_activation="none", **BARE))
     key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(1))
     k, v = key.repeat(1, 2, 1, 1), torch.cat([value, torch.zeros_like(value)], dim=1)
@@ -146,7 +146,7 @@ def test_a_step_on_a_bfloat16_state_is_the_step_on_its_values(expand_kv: bool) -
             layer.state["state"].copy_(layer.state["state"].bfloat16())
         x = inputs(torch.float32)[:, :1].repeat(2, 1, 1)
         positions = model.model.rotary_emb(x, torch.full((1, 1), 8))
-        form = FastMixer(mixer_of(model), may_move=False) if fused else mixer_of(model)
+        form = fast_mixer(mixer_of(model), may_move=False) if fused else mixer_of(model)
         output, _ = form(x, positions, past_key_values=cache)
         return output, cache.layers[0].state["state"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.delta_rule import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.cache.view import CacheView
@@ -47,7 +47,7 @@ def test_each_sequence_leaves_the_state_that_it_leaves_alone(name: str) -> None:
     x = torch.randn(1, sum(LENGTHS), 32, generator=torch.Generator().manual_seed(0))
     bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    for form in (layer, FastMixer(layer, False)) if isinstance(layer, Mixer) else (layer,):
+    for form in (layer, fast_mixer(layer, False)) if isinstance(layer, Mixer) else (layer,):
         cache = MixerCacheLayer()
         packed = CacheView(cache, lengths=LENGTHS)
         output = called(form, model, x, positions, past_key_values=packed, cu_seq_lens_q=bounds)

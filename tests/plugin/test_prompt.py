@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.delta_rule import fast_mixer
 from deltanet_kernels.dispatch import Operator
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student
@@ -114,7 +114,7 @@ def test_kernels_compute_the_same(name: str, joined: list[str]) -> None:
     beside = "window" in SETTINGS[name]
     assert (
         joined[: 4 if beside else 2]
-        == ["gate_values", "prompt_inputs", "window_keep", "window_mixture"][: 4 if beside else 2]
+        == ["prompt_inputs", "gate_values", "window_keep", "window_mixture"][: 4 if beside else 2]
     )
 
 
@@ -175,7 +175,7 @@ def test_a_rotation_that_does_not_fit_is_refused(angles: tuple[int, ...], error:
     x = torch.zeros(2, 5, model.config.hidden_size, device=DEVICE)
     table = torch.ones(angles, device=DEVICE)
     with pytest.raises(ValueError, match=error):
-        FastMixer(model.model.layers[0].self_attn, False)(x, (table, table))
+        fast_mixer(model.model.layers[0].self_attn, False)(x, (table, table))
 
 
 @torch.no_grad()
@@ -183,4 +183,4 @@ def test_a_prompt_without_tokens_is_refused() -> None:
     model = student(layers=(0,), **WINDOW)
     x, table = torch.zeros(1, 0, model.config.hidden_size), torch.zeros(1, 0, 8)
     with pytest.raises(ValueError, match="T >= 1"):
-        FastMixer(model.model.layers[0].self_attn, False)(x.to(DEVICE), (table.to(DEVICE), table.to(DEVICE)))
+        fast_mixer(model.model.layers[0].self_attn, False)(x.to(DEVICE), (table.to(DEVICE), table.to(DEVICE)))

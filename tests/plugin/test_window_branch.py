@@ -58,7 +58,7 @@ def by_definition(
     sequence: torch.Tensor,
 ) -> torch.Tensor:
     """The formula of the module's docstring, with masks [T, T]; `sequence` [T] is the number of each token's own."""
-    x, q, k, v, far = inputs
+    logits, q, k, v, far = inputs
     place = torch.arange(len(sequence))
     number = place - (sequence[:, None] == sequence).int().argmax(1)  # of each token in its sequence, from 0
     distance = place[:, None] - place
@@ -73,7 +73,7 @@ def by_definition(
     scores = scores.masked_fill(~seen, -torch.inf)
     near = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
     missed = (teacher & ~seen).sum(-1)[:, None]
-    logit = branch.share_proj(x) + branch.slopes.far_slope * missed.clamp(min=1).double().log()
+    logit = logits + branch.slopes.far_slope * missed.clamp(min=1).double().log()
     share = (logit - branch.slopes.near_slope * scores.logsumexp(-1).transpose(1, 2)).sigmoid() * (missed > 0)
     return near + share.unsqueeze(-1) * (far - near)
 

@@ -94,17 +94,16 @@ def test_a_branch_steps_as_it_is_called(family: str, dtype: torch.dtype) -> None
         return torch.randn(*shape, generator=generator).to(dtype)
 
     state = {name: torch.zeros(2, *x.shape, dtype=x.dtype) for name, x in branch.state_shapes(dtype).items()}
-    cache, in_place = MixerCacheLayer(), MixerCacheLayer()
-    in_place.state = state
+    cache = MixerCacheLayer()
     for t in range(14):
-        x, q = randn(2, 1, 32), randn(2, 1, branch.heads, branch.head_dim)
+        logits, q = branch.share_proj(randn(2, 1, 32)), randn(2, 1, branch.heads, branch.head_dim)
         k, v = (randn(2, 1, branch.kv_heads, branch.head_dim) for _ in range(2))
         far, padding = torch.randn(q.shape, generator=generator).to(dtype), torch.tensor([[t % 4 == 2], [t < 3]])
         cache.put(state, t)
-        wanted, kept = branch(x, q, k, v, far, LayerCall(cache, padding, None))
-        near = window.window_step(branch, q, k, v, in_place, padding, None, None, None)
+        wanted, kept = branch(logits, q, k, v, far, LayerCall(cache, padding, None))
+        near = window.window_step(branch, q, k, v, state, padding, None, None, None)
         far = far.masked_fill(padding[:, :, None, None], 0)  # as the state's step gives it
-        found = window.mixture(branch, x, near.output, near.lse, far, near.numbers)
+        found = window.mixture(branch, logits, near, far)
         real = ~padding[:, 0]
         torch.testing.assert_close(
             found[real], wanted[real], rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps

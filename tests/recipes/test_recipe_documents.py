@@ -25,7 +25,7 @@ from measuring.study.results_row import Measure
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 KL_NAMES = ("kl_1k", "kl_4k", "kl_8k")
 KL_OF_A_ROW = re.compile(r"(?<![\d/] )\b0\.\d{3} / 0\.\d{3} / 0\.\d{3}\b(?! /)")
 GENERATED = [page for page in PAGES if "\n<!-- end of " in (ROOT / page).read_text(encoding="utf-8")]
@@ -33,7 +33,7 @@ GENERATED = [page for page in PAGES if "\n<!-- end of " in (ROOT / page).read_te
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_tables_are_current(name: str) -> None:
-    """If this fails, run `python tools/readme_tables.py README.md docs/*.md`."""
+    """If this fails, run `python tools/readme_tables.py README.md docs/*.md docs/research/*.md`."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert rewritten(text, ROOT) == text
@@ -102,6 +102,36 @@ def test_changes_are_those_from_the_base(tmp_path: Path) -> None:
     assert lines("a", "b")[4:] == ["| a | +0% | +0.0 |", "| b | +100% | -2.5 |", "<!-- end of changes -->", "after"]
     with pytest.raises(UserError, match="no measured run 'c'"):
         lines("c")
+
+
+def test_rows_of_a_table_may_come_from_several_files(tmp_path: Path) -> None:
+    figures = {"kl_1k": 0.01, "kl_4k": 0.02, "kl_8k": 0.03, "mb_32k": 27.4}
+    (tmp_path / "a.json").write_text(json.dumps([{"run": "x", "prose_2k": 40.0, "prose_2k_se": 1.5, **figures}]))
+    states = {"run": "x", "prose_2k": 50.0, "stderr": {"prose_2k": 1.7}, **figures, "mb_32k": 4.59}
+    (tmp_path / "b.json").write_text(json.dumps([states]))
+    rows = [{"run": "x", "label": "here"}, {"run": "x", "label": "there", "results": "b.json"}]
+    layout = {"results": "a.json", "columns": ["mb_32k", "kl_1k kl_4k kl_8k", "prose_2k"], "rows": rows}
+    (tmp_path / "t.yaml").write_text(json.dumps(layout))
+    lines = rewritten("<!-- front: t.yaml -->\n<!-- end of front -->", tmp_path).splitlines()
+    assert lines[3:-1] == [
+        "| here | 27 | 0.010 / 0.020 / 0.030 | 40.0 ± 1.5 |",
+        "| there | 4.6 | 0.010 / 0.020 / 0.030 | 50.0 ± 1.7 |",
+    ]
+
+
+def test_what_vllm_serves_of_both_models(tmp_path: Path) -> None:
+    rows = [
+        {"shape": shape, "kind": kind, "sequences": count, "step_ms": ms, "tokens_per_second": 1e3 * ms, "fits": fits}
+        for shape, count in (("8B", 16), ("8B", 1), ("135M", 1))
+        for kind, ms, fits in (("teacher", 6.0 + count, 203), ("windows4bit", 7.25, 1184))
+    ]
+    rows = [row | {"tokens": 2048} for row in rows]
+    (tmp_path / "v.json").write_text(json.dumps({"rows": rows}))
+    lines = rewritten("<!-- served: v.json -->\n<!-- end of served -->", tmp_path).splitlines()
+    assert lines[3:-1] == [
+        "| 1 x 2,048 | 7.0 / 7.2 | 7,000 / 7,250 | 203 / 1,184 |",
+        "| 16 x 2,048 | 22.0 / 7.2 | 22,000 / 7,250 | 203 / 1,184 |",
+    ]
 
 
 def test_speeds_are_those_of_the_fastest_mode(tmp_path: Path) -> None:

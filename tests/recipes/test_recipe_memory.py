@@ -143,7 +143,7 @@ ON_CPU: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
     (SMALL, {}, {"kind": "distil", "sequence_length": 256, "train": "full"}, 2.9),
     (SMALL, {}, {"kind": "align", "batch_tokens": 1024}, 2.0),
 ]
-"""Shape, conversion, stage, and the resident memory in GiB (docs/training.md)."""
+"""Shape, conversion, stage, and the resident memory in GiB (docs/research/training.md)."""
 
 
 @pytest.mark.parametrize(("shape", "settings", "stage", "gib"), ON_CPU)

@@ -121,7 +121,7 @@ class GateFit(nn.Module):
         one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
         decay = strength = f
         if self.A_log is None or self.b is None:  # the layer's own, where they are not fitted
-            decay, strength = layer.gates(x, None)[:2]
+            decay, strength = layer.gates(layer.project(x), None)[:2]
             strength = strength[..., -layer.num_states :]  # of several writes per token, the teacher's is the last
         if self.A_log is not None:
             a = f.new_zeros(*f.shape[:2], layer.num_states) if self.a is None else f @ self.a.T

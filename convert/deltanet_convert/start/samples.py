@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.layer import DeltaRule, Mixer
+from deltanet_hf.mixers.layer import DeltaRule
 from deltanet_hf.process_memory import give_back_freed_memory
 
 from .share_fit import missed_scores
@@ -105,7 +105,7 @@ class Samples:
     @torch.no_grad()
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as softmax attention sees them, with the heads of the layer's projections."""
-        return self.layer.window_inputs(Mixer.project(self.layer, x), self.kwargs.get("position_embeddings"))
+        return self.layer.window_inputs(self.layer.project(x), self.kwargs.get("position_embeddings"))
 
     @torch.no_grad()
     def _operator_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

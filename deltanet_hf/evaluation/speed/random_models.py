@@ -50,6 +50,11 @@ PLANNED = (
     *(833, 417, 577, 257, 833, 1665, 833, 833, 577, 1185, 129, 833, 257, 833, 577),
 )
 """The windows of the plan for SmolLM2-135M, by layer."""
+PLANNED_WITH_STATES = (
+    *(161, 321, 321, 481, 481, 481, 481, 737, 481, 481, 481, 321, 161, 65, 737),
+    *(737, 321, 481, 193, 737, 1569, 737, 737, 513, 1089, 65, 737, 161, 737, 481),
+)
+"""Those of the plan of as many bytes in which each of its layers with windows has states, too."""
 
 
 class Layout(NamedTuple):
@@ -74,6 +79,7 @@ KINDS: dict[str, Layout] = {
     "windows4bit": Layout("window", layers=4, cache_bits=4),  # the default of `convert` without a GPU
     "heads10": Layout("window", heads=10, cache_bits=4),
     "by_layer": Layout("window", heads=10, cache_bits=4, windows=PLANNED),  # as `convert` plans them
+    "states_by_layer": Layout("gated_deltanet+window", heads=10, cache_bits=4, windows=PLANNED_WITH_STATES),
 }
 
 

@@ -125,9 +125,7 @@ def call_packed(
         pages=call.pages,
     )
     output, _ = family(attention_mask=None, call=held, **{CACHE: None if cache is None else held}, **inputs)
-    if cache is not None and held.state is cache.state:
-        cache.count(1)
-    elif cache is not None:
+    if cache is not None:
         cache.advance(length, held.state)
     return output, None
 

@@ -1,6 +1,7 @@
 """The parts of a layer around its rule.
 
     layer_kind.py        the contract of every kind of layer, softmax kinds included
+    projected.py         the projections of a call
     mix_call.py          what a rule reads of one call
     mixer.py             a layer with a recurrent state: projections, norms, convolution, rotation, output
     delta_rule.py        base of the rules with a decay and a write strength
@@ -28,6 +29,7 @@ from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import Part
+from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "MixerSettings",
     "Part",
     "PositionEmbeddings",
+    "Projected",
     "State",
     "StepGates",
     "TensorShape",

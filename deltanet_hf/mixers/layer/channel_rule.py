@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, DeltaRule, stored, wide
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule, closed, stored, wide
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import DecayGate, Part
+from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_kernels import chunk_channel_gated_delta_rule, fused_recurrent_channel_gated_delta_rule
 
 
@@ -65,17 +66,11 @@ class ChannelRule(DeltaRule):
 
     def channel_decay(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Log decay g [B, T, HV, K] float32; 0 at padding."""
-        f = self.f_up(self.f_down(x))
-        if padding is not None:
-            f = f.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
-        return self.decay(self.split_heads(f))
+        return self.decay(self.split_heads(closed(self.f_up(self.f_down(x)), padding)))
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay g [B, T, HV, K] and write strength beta [B, T, HV], float32; both 0 at padding."""
-        b = self.b_proj(x)
-        if padding is not None:
-            b = b.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
-        return self.channel_decay(x, padding), self.strength(b)
+        return self.channel_decay(projected.x, padding), self.strength(closed(projected.b, padding))
 
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
         return channel_rule(call, self.settings.state_dtype, erase=self.erase != "off")

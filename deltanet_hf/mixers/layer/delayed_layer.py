@@ -29,6 +29,7 @@ from deltanet_hf.mixers.layer.delayed_window import Leaving, leaving
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
+from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.token_order import padding_last, reordered
 from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
 
@@ -40,36 +41,32 @@ SCALE = "state_scale"
 
 def delayed(
     mixer: Mixer,
-    x: Tensor,
-    projected: tuple[Tensor, ...],
+    projected: Projected,
     position_embeddings: PositionEmbeddings | None,
     call: LayerCall,
 ) -> tuple[Tensor, State]:
-    """The output before `o_proj` [B, T, HO, D], and the new state (empty unless it is kept).
-
-    Args:
-        x: the layer's input [B, T, hidden], zeros at padding; projected: what `Mixer.project` returned.
-    """
+    """As `Mixer.attend`."""
+    x = projected.x
     if call.padding is not None and call.state is None and not call.keep_state:
         # Behind the tokens of its row, padding changes nothing.
         order, place = padding_last(call.padding.expand(x.shape[:2]))
         rows = (part if part is None else part.expand(len(x), -1, -1) for part in position_embeddings or (None, None))
         turned = tuple(None if part is None else reordered(part, order) for part in rows)
-        moved = (reordered(x, order), tuple(reordered(part, order) for part in projected))
-        output, _ = delayed(mixer, *moved, None if position_embeddings is None else turned, replace(call, padding=None))  # type: ignore[arg-type]
+        moved = Projected(*(None if part is None else reordered(part, order) for part in projected))  # type: ignore[arg-type]
+        output, _ = delayed(mixer, moved, None if position_embeddings is None else turned, replace(call, padding=None))  # type: ignore[arg-type]
         return reordered(output, place), {}
     branch = mixer.window_branch
     assert branch is not None
-    tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(x, call.padding)))
-    q, k, v = mixer.window_inputs(projected, position_embeddings)  # type: ignore[arg-type]
+    tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(projected, call.padding)))
+    q, k, v = mixer.window_inputs(projected, position_embeddings)
     left = leaving(branch, q, k, v, call, tokens)
     kept = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
     numbers = kept.numbers.long().expand(len(x), -1) - 1
     reads, state = _recalled(mixer, q, left, gates, call, numbers)
     if call.keep_state:
         state |= _waiting(call.state, gates, numbers, branch.places)
-    far = mixer.gated_norm(reads, mixer.output_gate(x))
-    return branch.mixture(x, left.near, left.lse, far, tokens.numbers), {**state, **left.state}
+    far = mixer.gated_norm(reads, projected.gate)
+    return branch.mixture(projected.share, left.near, left.lse, far, tokens.numbers), {**state, **left.state}
 
 
 def _recalled(
@@ -102,7 +99,7 @@ def _recalled(
             state=None if before is None else _memory(mixer, before),
         )
         reads, memory = read_leaving(mixer.mix_groups, inputs, numbers, left.base, *size)
-    return reads, _stored(mixer, memory)
+    return reads, stored_memory(mixer, memory)
 
 
 def _held(before: State | None, index: int) -> Tensor | None:
@@ -123,8 +120,8 @@ def _memory(mixer: Mixer, state: State) -> State:
     return memory
 
 
-def _stored(mixer: Mixer, memory: State) -> State:
-    """The inverse of `_memory`."""
+def stored_memory(mixer: Mixer, memory: State) -> State:
+    """The state of the rule as the cache keeps it: the inverse of `_memory`."""
     if not memory or mixer.settings.state_dtype != "int8":
         return memory
     codes, scale = rounded_to_8_bits(memory["state"])
@@ -136,7 +133,7 @@ def waiting_shapes(mixer: Mixer) -> dict[str, TensorShape]:
     """What a layer keeps beside its window and the rule's state."""
     branch, weight = mixer.window_branch, mixer.q_proj.weight
     assert branch is not None
-    gates = mixer.gates(weight.new_zeros(1, 1, weight.shape[1]), None)
+    gates = mixer.gates(mixer.project(weight.new_zeros(1, 1, weight.shape[1])), None)
     shapes = {
         f"gate_{i}": TensorShape((branch.places, *gate.shape[2:]), torch.bfloat16) for i, gate in enumerate(gates)
     }

@@ -29,6 +29,7 @@ from deltanet_hf.mixers.layer.late_writes import (
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import DecayGate
+from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels import (
     chunk_gated_delta_rule,
@@ -98,12 +99,10 @@ class DeltaRule(Mixer):
         if self.decays == "by token":
             self.decay = DecayGate(self.num_states)
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """g and beta [B, T, HV] float32, both 0 at padding, and what `further_gates` returns."""
-        a, b = self.a_proj(x), self.b_proj(x)
-        if padding is not None:
-            a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
-        return *self.gates_of(a, b), *self.further_gates(x)
+        a, b = closed(projected.a, padding), closed(projected.b, padding)
+        return *self.gates_of(a, b), *self.further_gates(projected.x)
 
     def gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         """g and beta from their logits."""
@@ -182,12 +181,13 @@ class DeltaRule(Mixer):
         """A tensor of the state as the cache keeps it."""
         return state.bfloat16() if self.settings.state_dtype == "bfloat16" else state
 
-    def step_gates(self, x: Tensor) -> StepGates:
-        """Decay and write strength for the fused step, from the layer's input x [B, 1, hidden]."""
+    def step_gates(self, projected: Projected) -> StepGates:
+        """Decay and write strength for the fused step, from the projections of one token."""
         if self.strengths == "one":
-            g, beta = self.gates(x, None)
+            g, beta = self.gates(projected, None)
             return StepGates(g, beta, sigmoid=False)
-        return StepGates(self.a_proj(x), self.b_proj(x), self.decay.A_log, self.decay.dt_bias)
+        a, b = closed(projected.a, None), closed(projected.b, None)
+        return StepGates(a, b, self.decay.A_log, self.decay.dt_bias)
 
     # The start from a teacher.
 
@@ -207,6 +207,12 @@ class DeltaRule(Mixer):
     def rule_parameters(self) -> list[nn.Parameter]:
         """Parameters of the rule that do not depend on the input; the fitted start fits them too."""
         return []
+
+
+def closed(logits: Tensor | None, padding: Tensor | None) -> Tensor:
+    """Logits of a gate [B, T, ...], which the layer has, with `CLOSED_GATE` at padding."""
+    assert logits is not None
+    return logits if padding is None else logits.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
 
 
 def delta_rule(

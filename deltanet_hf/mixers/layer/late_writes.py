@@ -23,7 +23,7 @@ NAMES = ("state", *LATE)
 """Of the tensors in a cache, in the order of `LateState`."""
 FEWEST_FOR_8_BITS = 2
 """With 2, thousands of tokens leave a state in 8 bits with about the error of one in bfloat16, which is rounded after
-every token and drifts; with more the error is smaller (docs/journal-training.md)."""
+every token and drifts; with more the error is smaller (docs/research/journal-training.md)."""
 
 
 @dataclass(frozen=True)

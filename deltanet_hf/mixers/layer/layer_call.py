@@ -37,6 +37,7 @@ class LayerCall:
         cache: Cache | MixerCacheLayer | CacheView | None,
         cu_seq_lens_q: Tensor | None,
         padding: Tensor | None,
+        prompt_length: Tensor | None = None,
     ) -> LayerCall:
         """A call of T = `length` tokens, from the arguments of the layer's forward.
 
@@ -50,7 +51,7 @@ class LayerCall:
             view, cache = cache, cache.layer
         part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name, layer.cache_class)
         seen = 0 if part is None else part.get_seq_length()
-        return cls(part, padding_in(attention_mask, padding, length, seen), boundaries, view)
+        return cls(part, padding_in(attention_mask, padding, length, seen), boundaries, view, prompt_length)
 
     @property
     def state(self) -> State | None:
@@ -76,6 +77,12 @@ class LayerCall:
     def keep_state(self) -> bool:
         """Whether the state after the call is wanted."""
         return self.cache is not None
+
+    def unwritten(self, x: Tensor) -> Tensor | None:
+        """[B, T] bool, True at the tokens of x [B, T, ...] that leave a state alone; None if there are none."""
+        if self.prompt_length is None:
+            return self.padding
+        return (torch.arange(x.shape[1], device=x.device) >= self.prompt_length).expand(x.shape[:2])
 
     @property
     def is_recorded(self) -> bool:

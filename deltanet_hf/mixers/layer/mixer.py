@@ -3,15 +3,17 @@
 A mixer takes the place of a decoder layer's softmax attention. `Mixer` owns everything around the recurrence, in this
 order:
 
-    projections -> learned q/k norms -> short convolution -> rotary embedding -> offset of the keys -> activation
-    -> the mixer's own `gates` and `mix` -> output norm and gate -> mixture with the window, if any
-    -> output projection
+    project    projections, learned q/k norms
+    attend     inputs      short convolution, rotary embedding, offset of the keys, activation
+               gates, mix  the mixer's own
+               finished    output norm and gate, mixture with the window, if any
+    o_proj     output projection
 
 with padding, packed sequences and the cache. The window reads q and k after norms and rotary embedding alone, and v as
 projected.
 
-This is the plain form, for training and for whoever calls a layer alone; `deltanet_hf/fast/mixer.py` computes the same
-without gradients, by fewer launches. To add a mixer, see docs/contributing.md.
+This is the plain form, for training and for whoever calls a layer alone; the classes of `deltanet_hf/fast` override
+single steps, which they compute without gradients by fewer launches. To add a mixer, see docs/contributing.md.
 
 Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; HO heads of the output; C channels
 of the convolution.
@@ -19,6 +21,7 @@ of the convolution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -39,14 +42,16 @@ from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
+from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels.common.heads import repeated
+from deltanet_kernels.prompt.calls import PromptInputs
 
 
 class Mixer(LayerKind, nn.Module):
     """Base of the mixers with a recurrent state; a drop-in for a decoder layer's `self_attn`.
 
-    A subclass defines `add_gates`, `gates`, `mix` and `recurrent_shapes`, and may define `project` (more inputs than
+    A subclass defines `add_gates`, `gates`, `mix` and `recurrent_shapes`, and may define `projected` (more inputs than
     one key and value per token) and `start_from_scratch`.
 
     Args:
@@ -139,11 +144,11 @@ class Mixer(LayerKind, nn.Module):
         """Make the modules that `gates` uses."""
         raise NotImplementedError
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
-        """Everything else that the recurrence reads, from the layer's input.
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Everything else that the recurrence reads, from the layer's input and its projections.
 
         Args:
-            x: [B, T, hidden], zeros at padding.
+            projected: of the call.
             padding: [B, T] bool, True at tokens that are to leave the state alone; None for no padding.
 
         Returns:
@@ -234,16 +239,36 @@ class Mixer(LayerKind, nn.Module):
 
         Keys and values are repeated to the heads that the states read.
         """
-        return self.rotated(*self.repeated(*Mixer.project(self, hidden_states)), position_embeddings)
+        projected = self.project(hidden_states)
+        k, v = self.own_channels(projected.k, self.k_proj), self.own_channels(projected.v, self.v_proj)
+        return self.rotated(*self.repeated(projected.q, k, v), position_embeddings)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms.
+    @property
+    def readers(self) -> tuple[Any, ...]:
+        """The linear layers that read the layer's input, in the order of `Projected`; None for those it lacks."""
+        gate = self.g_proj if self.g_down is None else self.g_down
+        share = None if self.window_branch is None else self.window_branch.share_proj
+        a, b = (self._modules.get(name) for name in ("a_proj", "b_proj"))
+        return self.q_proj, self.k_proj, self.v_proj, gate, a, b, share
+
+    def project(self, x: Tensor) -> Projected:
+        """The projections of x [B, T, hidden], zeros at padding."""
+        return self.projected(x, [None if linear is None else linear(x) for linear in self.readers])
+
+    def projected(self, x: Tensor, outputs: Sequence[Tensor | None]) -> Projected:
+        """The projections of x, from the outputs [B, T, ...] of the `readers`.
 
         With several writes per token, k and v of the teacher's projections are the last.
         """
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v, gate, a, b, share = outputs
+        assert q is not None
+        assert k is not None
+        assert v is not None
         q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
-        return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast learned norms give float32
+        if gate is not None:
+            gate = self.split_heads(gate if self.g_down is None else self.g_proj(gate))
+        return Projected(x, q, k, v, gate, a, b, share)
 
     def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Repeats the heads of k and v [B, T, heads*D] for the states that share their projections."""
@@ -264,6 +289,7 @@ class Mixer(LayerKind, nn.Module):
         past_key_values: Cache | MixerCacheLayer | CacheView | None = None,
         cu_seq_lens_q: Tensor | None = None,
         padding: Tensor | None = None,
+        prompt_length: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None).
@@ -271,51 +297,70 @@ class Mixer(LayerKind, nn.Module):
         Where there is an `attention_mask` (2D or 4D), padding is read from it, or from `padding` ([B, T] bool, True at
         padding), which `announce_padding` took from the same mask. Packed sequences come from `cu_seq_lens_q` ([N + 1]
         boundaries over the B*T tokens), the state from `past_key_values` or `cache`, whose layer it replaces by its
-        own.
+        own. `prompt_length` is given where `takes_prompt_length` says so, as in `FastDecoder`.
 
         Raises:
             ValueError: a mask that cannot be read, or packed sequences together with a cache.
         """
-        length = hidden_states.shape[1]
-        call = LayerCall.of(self, length, attention_mask, given_cache(past_key_values, kwargs), cu_seq_lens_q, padding)
+        length, given = hidden_states.shape[1], given_cache(past_key_values, kwargs)
+        call = LayerCall.of(self, length, attention_mask, given, cu_seq_lens_q, padding, prompt_length)
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
-        padding, state = call.padding, call.state
-        x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
-
-        if self.delays:
-            return self.with_delayed_state(x, position_embeddings, call), None
-        projected = self.project(x)
-        q, k, v = self.repeated(*projected)
-        q, k, v, conv_tail = self.convolved(q, k, v, call)
-        q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
-
-        inputs = MixCall(q, k, v, self.gates(x, padding), padding, state, call.keep_state, call.cu_seqlens)
-        output, new_state = self.mix(inputs if call.cu_seqlens is None else inputs.in_one_row())
-        output = output.view(*x.shape[:2], self.num_heads, self.head_dim)
-        output = self.gated_norm(output, self.output_gate(x))
-        if conv_tail is not None:
-            new_state = {**new_state, "conv_tail": conv_tail}
-
-        if self.window_branch is not None:
-            q, k, v = self.window_inputs(projected, position_embeddings)
-            output, window_state = self.window_branch(x, q, k, v, output, call)
-            new_state = {**new_state, **window_state}
+        projected = self.project(self.masked(hidden_states, call))
+        output, new_state = self.attend(projected, position_embeddings, call)
         if call.cache is not None:
             call.cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
+
+    def masked(self, x: Tensor, call: LayerCall) -> Tensor:
+        """x [B, T, hidden] with zeros at padding."""
+        return x if call.padding is None else x.masked_fill(call.padding.unsqueeze(-1), 0.0)
+
+    def attend(
+        self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
+    ) -> tuple[Tensor, State]:
+        """The output before `o_proj` [B, T, HO, D], and the new state (empty unless it is kept)."""
+        if self.delays:
+            return delayed(self, projected, position_embeddings, call)
+        unwritten = call.unwritten(projected.x)
+        q, k, v, *_, conv_tail = inputs = self.inputs(projected, position_embeddings, call)
+        gates = self.gates(projected, unwritten)
+        mixing = MixCall(q, k, v, gates, unwritten, call.state, call.keep_state, call.cu_seqlens)
+        output, new_state = self.mix(mixing if call.cu_seqlens is None else mixing.in_one_row())
+        output = output.view(*projected.x.shape[:2], self.num_heads, self.head_dim)
+        output, window_state = self.finished(output, projected, inputs, call)
+        if conv_tail is not None:
+            new_state = {**new_state, "conv_tail": conv_tail}
+        return output, {**new_state, **window_state}
+
+    def inputs(
+        self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
+    ) -> PromptInputs:
+        """What the recurrence reads of the projections, and what the window does, if there is one."""
+        q, k, v, conv_tail = self.convolved(*self.repeated(projected.q, projected.k, projected.v), call)
+        q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
+        window_q = window_k = None
+        if self.window_branch is not None:
+            window_q, window_k, _ = self.window_inputs(projected, position_embeddings)
+        return PromptInputs(q, k, v, window_q, window_k, conv_tail)
+
+    def finished(
+        self, output: Tensor, projected: Projected, inputs: PromptInputs, call: LayerCall
+    ) -> tuple[Tensor, State]:
+        """Norm and gate of the recurrence's output [B, T, HO, D], and its mixture with the window, if there is one.
+
+        Returns the output [B, T, HO, D], and the window's part of the new state.
+        """
+        output = self.gated_norm(output, projected.gate)
+        if self.window_branch is None:
+            return output, {}
+        v = self.window_values(projected)
+        return self.window_branch(projected.share, inputs.window_q, inputs.window_k, v, output, call)  # type: ignore[no-any-return]
 
     @property
     def delays(self) -> bool:
         """Whether the state holds what has left the window, and nothing else."""
         return self.window_branch is not None and self.window_branch.delayed
-
-    def with_delayed_state(self, x: Tensor, position_embeddings: PositionEmbeddings | None, call: LayerCall) -> Tensor:
-        """x [B, T, hidden], zeros at padding -> [B, T, hidden], with such a state (`delayed_layer.py`)."""
-        output, new_state = delayed(self, x, self.project(x), position_embeddings, call)
-        if call.cache is not None:
-            call.cache.advance(x.shape[1], new_state)
-        return self.o_proj(output.flatten(-2))  # type: ignore[no-any-return]
 
     def reads(self, call: MixCall) -> Tensor:
         """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
@@ -364,12 +409,6 @@ class Mixer(LayerKind, nn.Module):
             q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast cos and sin may be wider than the projections
         return q, k, v
 
-    def output_gate(self, x: Tensor) -> Tensor | None:
-        """Logits of the output gate: x [B, T, hidden] -> [B, T, HO, D]."""
-        if self.g_proj is None:
-            return None
-        return self.split_heads(self.g_proj(x if self.g_down is None else self.g_down(x)))
-
     def gated_norm(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Output norm and gate: output and gate [B, T, HO, D] -> [B, T, HO, D]."""
         if self.norm is not None:
@@ -377,13 +416,15 @@ class Mixer(LayerKind, nn.Module):
         return output if gate is None else output * F.silu(gate)
 
     def window_inputs(
-        self, parts: tuple[Tensor, Tensor, Tensor], position_embeddings: PositionEmbeddings | None
+        self, projected: Projected, position_embeddings: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, T, heads, D] of the window, from what `project` returned: of k and v the teacher's alone."""
-        q, k, v = parts
-        return self.rotated(
-            q, self.own_channels(k, self.k_proj), self.own_channels(v, self.v_proj), position_embeddings
-        )
+        """q, k, v [B, T, heads, D] of the window: of k and v the teacher's alone."""
+        k, v = self.own_channels(projected.k, self.k_proj), self.own_channels(projected.v, self.v_proj)
+        return self.rotated(projected.q, k, v, position_embeddings)
+
+    def window_values(self, projected: Projected) -> Tensor:
+        """v of `window_inputs`."""
+        return self.split_heads(self.own_channels(projected.v, self.v_proj))
 
     @staticmethod
     def own_channels(part: Tensor, projection: nn.Linear) -> Tensor:

@@ -115,7 +115,7 @@ class WindowBranch(Part):
 
     def forward(
         self,
-        x: Tensor,
+        logits: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -125,22 +125,22 @@ class WindowBranch(Part):
         """The layer's output before `o_proj`, and the window's part of the new state (empty unless it is kept).
 
         Args:
-            x: the layer's input [B, T, hidden].
+            logits: of the state's share, as `share_proj` gives them [B, T, HQ].
             q, k, v: [B, T, HQ, D], [B, T, HK, D], [B, T, HK, D] as softmax attention sees them.
             far: [B, T, HQ, D], the state's output after its norm and gate.
             call: the layer's call.
         """
-        tokens = self.tokens(x, call)
+        tokens = self.tokens(q, call)
         near, lse, new_state = self.near(q, k, v, call, tokens)
-        return self.mixture(x, near, lse, far, tokens.numbers), new_state
+        return self.mixture(logits, near, lse, far, tokens.numbers), new_state
 
-    def mixture(self, x: Tensor, near: Tensor, lse: Tensor, far: Tensor, numbers: Tensor) -> Tensor:
+    def mixture(self, logits: Tensor, near: Tensor, lse: Tensor, far: Tensor, numbers: Tensor) -> Tensor:
         """y [B, T, HQ, D] from w, log Z and the state's output; arguments as in `forward` and `share`."""
-        share = self.share(x, lse, numbers).unsqueeze(-1)
+        share = self.share(logits, lse, numbers).unsqueeze(-1)
         return near + share.to(near.dtype) * (far.to(near.dtype) - near)
 
     def tokens(self, x: Tensor, call: LayerCall) -> Tokens:
-        """The tokens of a call, by their numbers in their sequences."""
+        """The tokens x [B, T, ...] of a call, by their numbers in their sequences."""
         batch, length = x.shape[:2]
         before = None if call.state is None else call.state["count"]
         return Tokens.of(batch, length, call.padding, call.cu_seqlens, before, x.device)
@@ -165,17 +165,18 @@ class WindowBranch(Part):
             near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
         return near, lse, kept.state
 
-    def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
+    def share(self, logits: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         """The state's share [B, T, HQ] float32 of the output.
 
         Args:
-            x: [B, T, hidden]; lse: log Z [B, T, HQ] float32; numbers: of the tokens, [B, T] or [1, T], from 1.
+            logits: of `share_proj` [B, T, HQ]; lse: log Z [B, T, HQ] float32.
+            numbers: of the tokens, [B, T] or [1, T], from 1.
         """
         unseen = self.unseen(numbers)
-        logit = self.share_proj(x).float() + self.slopes(unseen.clamp_min(1), lse)
+        logit = logits.float() + self.slopes(unseen.clamp_min(1), lse)
         share = logit.sigmoid() * (unseen > 0).unsqueeze(-1)
         if self.training:
-            dropped = torch.rand(x.shape[0], 1, 1, device=x.device) < self.dropout
+            dropped = torch.rand(lse.shape[0], 1, 1, device=lse.device) < self.dropout
             share = torch.where(dropped, 1.0, share)
         return share
 

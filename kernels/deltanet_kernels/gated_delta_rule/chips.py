@@ -1,6 +1,6 @@
 """Which kernel computes a stage of a call, and in which sizes: two tables, of which the first row that fits counts.
 
-docs/kernels.md shows both (`python tools/readme_tables.py docs/kernels.md`). A chip is the major number of its compute
+docs/kernel-code.md shows both (`tools/readme_tables.py` writes them). A chip is the major number of its compute
 capability: 9 is Hopper (H100, H200).
 """
 

@@ -75,7 +75,7 @@ def _by_rows(x, B: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _restored(
+def restored_group(
     codes, scales, rows, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
     PAIRS: tl.constexpr, out: tl.constexpr,
 ):  # fmt: skip
@@ -233,8 +233,8 @@ def packed_span_kernel(
                     VS_ROW,
                 )  # fmt: skip
             at = n * (GROUP * D * BITS // 8)
-            k = _restored(kc + at, ks + n * D, token, GROUP, D, BITS, key_order is not None, PAIRS, q_MD.dtype)
-            v = _restored(vc + at, vs + n * D, d, D, GROUP, BITS, False, PAIRS, q_MD.dtype)
+            k = restored_group(kc + at, ks + n * D, token, GROUP, D, BITS, key_order is not None, PAIRS, q_MD.dtype)
+            v = restored_group(vc + at, vs + n * D, d, D, GROUP, BITS, False, PAIRS, q_MD.dtype)
             s = tl.dot(q_MD, k, input_precision=PRECISION)
             j = (current - 1 - (current - 1 - place) % groups) * GROUP + token
             seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit, EDGE)

@@ -20,7 +20,7 @@ BLOCK = 512
 
 
 @triton.jit
-def _softplus(x):
+def exact_softplus(x):
     """log(1 + e^x) without the loss of small results: log1p(e) = log(u) e / (u - 1) with u = 1 + e."""
     e = tl.exp(-tl.abs(x))
     u = 1.0 + e
@@ -40,7 +40,7 @@ def gate_values_kernel(
     x = tl.load(a + row * A_ROW + head, mask=m, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + head, mask=m, other=0.0).to(tl.float32)
     fall = tl.exp(tl.load(A_log + head, mask=m, other=0.0).to(tl.float32))
-    tl.store(g + i, -fall * _softplus(x), mask=m)
+    tl.store(g + i, -fall * exact_softplus(x), mask=m)
     y = tl.load(b + row * B_ROW + head, mask=m, other=0.0).to(tl.float32)
     tl.store(beta + i, LIMIT / (1.0 + tl.exp(-y)), mask=m)
 

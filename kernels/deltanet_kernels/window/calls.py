@@ -107,8 +107,8 @@ class WindowMixtureCall(NamedTuple):
         f = rmsnorm(far) * norm_weight * silu(z);  o = share f + (1 - share) near
         share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
 
-    where unseen = max(min(n, reach) - places, 0) for token number n, and share = 0 while unseen = 0. On CUDA this is
-    one kernel. No gradients.
+    where unseen = max(min(n, reach) - places - (n - 1) % edge, 0) for token number n, and share = 0 while unseen = 0.
+    On CUDA this is one kernel. No gradients.
 
     Args:
         near, lse: the results of `window_attention` or `window_step_` [B, T, H, D] and [B, T, H].
@@ -122,6 +122,7 @@ class WindowMixtureCall(NamedTuple):
         z: gate logits in the shape of far, or None for no gate.
         norm_weight: [D] or [H, D], or None for no norm.
         eps: added to the mean square.
+        edge: as for `window_attention`; `places` are those of a token that begins a group.
 
     Returns:
         o [B, T, H, D] in the dtype of near.
@@ -143,6 +144,7 @@ class WindowMixtureCall(NamedTuple):
     z: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None
     eps: float = 1e-6
+    edge: int = 1
 
 
 class WindowKeepCall(NamedTuple):

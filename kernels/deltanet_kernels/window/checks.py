@@ -82,7 +82,7 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
         ValueError: a shape, device, number of places or reach that does not fit.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, _ = call
+    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, _, _ = call
     require_input("near", near, "near", near)
     if near.dim() != 4 or 0 in near.shape:
         raise ValueError(f"near: got shape {shape_text(near)}, needs [B, T, H, D] without empty dimensions")

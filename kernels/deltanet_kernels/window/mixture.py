@@ -2,7 +2,7 @@
 
 f     = far / rms(far) * norm_weight * silu(z)                                 norm and gate optional
 share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)          0 where unseen = 0
-unseen = max(min(n, reach) - places, 0)                                        for token number n, from 1
+unseen = max(min(n, reach) - places - (n - 1) % edge, 0)                       for token number n, from 1
 y     = near + share (f - near)
 """
 
@@ -29,7 +29,7 @@ def mixture_kernel(
     near, lse, far, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, period, eps,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, REACH: tl.constexpr,
     WEIGHTS: tl.constexpr, NUMBERS: tl.constexpr, GATE: tl.constexpr, FAR_ROW: tl.constexpr, S_ROW: tl.constexpr,
-    Z_ROW: tl.constexpr,
+    Z_ROW: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per ROWS heads of the tokens; numbers (T of them: 1 to T) repeat after `period` tokens."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -49,7 +49,7 @@ def mixture_kernel(
     n = token % period + 1
     if NUMBERS:
         n = tl.load(numbers + token % period, mask=m_r, other=0)
-    unseen = tl.minimum(n, REACH) - PLACES
+    unseen = tl.minimum(n, REACH) - PLACES - tl.maximum(n - 1, 0) % EDGE
     logit = tl.load(share_logit + token * S_ROW + head, mask=m_r, other=0.0).to(tl.float32)
     logit += tl.load(far_slope + head, mask=m_r, other=0.0).to(tl.float32) * tl.log(
         tl.maximum(unseen, 1).to(tl.float32)
@@ -61,7 +61,7 @@ def mixture_kernel(
 
 
 def _fake_window_mixture(
-    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps
+    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps, edge
 ):  # fmt: skip
     return near.new_empty(near.shape)
 
@@ -70,7 +70,7 @@ def _fake_window_mixture(
 def window_mixture_op(
     near: torch.Tensor, lse: torch.Tensor, far: torch.Tensor, share_logit: torch.Tensor, far_slope: torch.Tensor,
     near_slope: torch.Tensor, places: int, reach: int | None, numbers: torch.Tensor | None, z: torch.Tensor | None,
-    norm_weight: torch.Tensor | None, eps: float,
+    norm_weight: torch.Tensor | None, eps: float, edge: int,
 ) -> torch.Tensor:  # fmt: skip
     """y [B, T, H, D]."""
     B, T, H, D = near.shape
@@ -87,7 +87,7 @@ def window_mixture_op(
         T if numbers is None else numbers.numel(), eps,
         H=H, D=D, BD=BD, ROWS=ROWS, PLACES=places, REACH=ALL if reach is None else reach,
         WEIGHTS=0 if norm_weight is None else norm_weight.numel() // D, NUMBERS=numbers is not None,
-        GATE=z is not None, FAR_ROW=far_row, S_ROW=s_row, Z_ROW=z_row, num_warps=4,
+        GATE=z is not None, FAR_ROW=far_row, S_ROW=s_row, Z_ROW=z_row, EDGE=edge, num_warps=4,
     )  # fmt: skip
     return y
 

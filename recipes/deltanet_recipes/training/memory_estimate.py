@@ -1,4 +1,4 @@
-"""Estimates the peak memory of one process in a stage, within a quarter of what was measured (docs/training.md).
+"""Estimates the peak memory of a process in a stage, within a quarter of what was measured (docs/research/training.md).
 
 Weights, gradients, optimiser state and logits are counted from the tensors that the stage will have. What the backward
 pass needs of the layers is estimated: the numbers that enter and leave their matrices, times one measured factor, and

@@ -6,7 +6,8 @@ Kinds: the softmax teacher as transformers runs it (`transformers`, eagerly), in
 cache of 4 bits (`teacher4bit`); `all` layers Gated DeltaNet; `hybrid25`, every fourth layer softmax; `window25`, the
 same with a window and a state in each other layer, and `window25_4bit`, its softmax and windows in 4 bits; and what
 `convert` makes, all in 4 bits: `windows4bit`, every fourth layer softmax and windows elsewhere, `heads10`, every tenth
-key/value head, and `by_layer`, the same with the windows of the shipped plan.
+key/value head, `by_layer`, the same with the windows of the shipped plan, and `states_by_layer`, with those of the
+plan with states.
 `deltanet_hf.evaluation.measures.decoding_mode` has the modes.
 Before its first row, each model and mode decodes greedily beside complete forward passes. A row has
 

@@ -1,0 +1,118 @@
+"""A mixer with a state of what has left its window, in 8 or 4 bits and without gradients, by few launches.
+
+`mixers/layer/delayed_state.py` says what is computed. Beside the kernels of a window and of the recurrence, a prompt
+takes one for its gates, and a step one that reads the state and writes the group that leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deltanet_hf.fast.delta_rule import FastDeltaRule
+from deltanet_hf.fast.window import Near, mixture, window_step
+from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.cache.packed_reach import NAMES
+from deltanet_hf.mixers.cache.state import State
+from deltanet_hf.mixers.layer.delayed_layer import SCALE, stored_memory
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule
+from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.projected import Projected
+from deltanet_kernels import (
+    PackedKeyValues,
+    chunk_group_gated_delta_rule,
+    group_gated_delta_step_,
+    group_gates,
+    pack_prompt,
+    round_tokens,
+)
+from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupRuleCall, GroupStepCall
+from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
+from deltanet_kernels.packed_cache.layout import PACKED_BITS
+
+
+class FastDelayedRule(FastDeltaRule):
+    """As `FastDeltaRule`, of a layer that `serves` takes: whole prompts without padding, and steps."""
+
+    @staticmethod
+    def serves(mixer: Mixer) -> bool:
+        """Whether the layer is the gated delta rule beside a window of whole groups in 8 or 4 bits."""
+        branch, settings = mixer.window_branch, mixer.settings
+        if branch is None or not branch.delayed or branch.cache_bits not in PACKED_BITS or not branch.groups:
+            return False
+        if not isinstance(mixer, DeltaRule) or not mixer.is_gated_delta_rule or mixer.erase != "decayed":
+            return False
+        rule = (mixer.decays, mixer.strengths, settings.qk_activation, settings.v_activation, mixer.k_offset)
+        return rule == ("by token", "sigmoid", "none", "none", None) and branch.learned_sinks is None
+
+    @property
+    def has_prompt(self) -> bool:
+        return True
+
+    @property
+    def has_step(self) -> bool:  # type: ignore[override]
+        return True
+
+    def steps(self, x: Tensor, call: LayerCall) -> bool:
+        return super().steps(x, call) and call.slots is None
+
+    def attend(
+        self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
+    ) -> tuple[Tensor, State]:
+        """As in the base class; a step changes the state in the cache in place."""
+        if self.steps(projected.x, call):
+            assert call.cache is not None
+            state = call.cache.state
+            return self._step(projected, position_embeddings, state), state
+        if call.padding is None and call.cu_seqlens is None and call.state is None:
+            return self._prompt(projected, position_embeddings, call)
+        return Mixer.attend(self, projected, position_embeddings, call)
+
+    def _prompt(
+        self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
+    ) -> tuple[Tensor, State]:
+        branch, length = self.window_branch, call.prompt_length
+        assert branch is not None
+        inputs = self.inputs(projected, position_embeddings, call)
+        q, k, v = inputs.window_q, inputs.window_k, self.window_values(projected)
+        assert q is not None
+        assert k is not None
+        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+        packing = PackPromptCall(k, v, branch.cache_bits, branch.groups, length, branch.kept.key_order)
+        cache, *seen = pack_prompt.unchecked(packing)
+        reach = branch.window, branch.sinks, branch.scale, branch.cache_bits, branch.softcap
+        near = Near(*quantised_attention(q, k, v, *reach, seen, edge=branch.edge), None)
+
+        logits, hidden = self.step_gates(projected)[:4], GROUP * branch.groups
+        gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
+        g, beta, *waiting = group_gates.unchecked(gating)
+        if g.shape[1]:
+            keys, values = (part[:, : g.shape[1]].repeat_interleave(self.kv_repeats, 2) for part in seen)
+            rule = GroupRuleCall(q[:, hidden:], keys, values, g, beta, None, None, call.keep_state, True)
+            reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
+            far = F.pad(reads, (0, 0, 0, 0, hidden, 0))
+        else:
+            far = torch.zeros_like(q)
+            memory = g.new_zeros(len(q), *self.state_shape().shape)
+        output = mixture(branch, projected.share, near, far, projected.gate, self.norm)  # type: ignore[arg-type]
+        if not call.keep_state:
+            return output, {}
+        assert memory is not None
+        kept = dict(zip(NAMES, cache.tensors, strict=True)) | {f"gate_{i}": gate for i, gate in enumerate(waiting)}
+        return output, stored_memory(self, {"state": self.rounded(memory)}) | kept
+
+    def _step(self, projected: Projected, position_embeddings: PositionEmbeddings | None, state: State) -> Tensor:
+        branch = self.window_branch
+        assert branch is not None
+        q, k, v = map(self.split_heads, projected[1:4])  # type: ignore[arg-type]
+        cos, sin = self.angles(position_embeddings)
+        packed = PackedKeyValues(*(state[name] for name in NAMES), branch.kept.key_order)  # type: ignore[call-arg]
+        held = state["gate_0"], state["gate_1"], state["state"], state.get(SCALE)
+        logits = self.step_gates(projected)[:4]
+        step = GroupStepCall(q, *logits, packed, *held, branch.sinks, cos, sin, None, self.max_strength)  # type: ignore[arg-type]
+        far = group_gated_delta_step_.unchecked(step)
+        near = window_step(branch, q, k, v, state, None, cos, sin, None)  # packs a group over the one that has left
+        return mixture(branch, projected.share, near, far, projected.gate, self.norm)  # type: ignore[arg-type]

@@ -1,0 +1,52 @@
+"""A family's softmax attention, alone or under a window: its own forward, with one product for q, k and v.
+
+Kernels for packed keys and values are in `packed.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from deltanet_hf.fast.children import with_children
+from deltanet_hf.fast.joint import JointProjection
+from deltanet_hf.fast.norms import FastNorm, form_of
+from deltanet_hf.mixers.attention.paired_class import paired_class
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class FastSoftmax:
+    """Comes before the class of an attention that has the projections `QKV` (`paired_class`)."""
+
+    joint: JointProjection
+
+    @classmethod
+    def of(cls, attention: nn.Module, may_move: bool) -> Any:
+        """A second attention with the parts of `attention`; `may_move` as in `JointProjection`."""
+        norms = {name: attention._modules.get(name) for name in ("q_norm", "k_norm")}
+        known = {name: FastNorm(norm) for name, norm in norms.items() if norm is not None and form_of(norm) is not None}
+        made: Any = with_children(attention, **known)
+        made.__class__ = paired_class(cls, type(attention), f"Fast{type(attention).__name__}")
+        made.joint = JointProjection([attention.get_submodule(name) for name in QKV], may_move)
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the attention's, which projects its input for q, k and v in turn."""
+        call = with_children(self, **dict(zip(QKV, _in_turn(self.joint), strict=True)))  # type: ignore[type-var]
+        return super(FastSoftmax, call).forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _in_turn(joint: JointProjection) -> list[Callable[[Tensor], Tensor]]:
+    """Stand-ins for the layers of a product in one call; the first of them that is called computes all outputs."""
+    outputs: list[Tensor] = []
+
+    def output(index: int, x: Tensor) -> Tensor:
+        if not outputs:
+            outputs.extend(joint(x))
+        return outputs[index]
+
+    return [functools.partial(output, index) for index in range(len(QKV))]

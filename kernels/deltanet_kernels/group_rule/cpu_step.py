@@ -1,0 +1,65 @@
+"""Beside a state of what has left its window: the gates of a prompt, and one token, in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.rotation import rotate
+from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
+from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
+from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupStepCall
+from deltanet_kernels.packed_cache.layout import GROUP, unpacked
+from deltanet_kernels.prompt.calls import GateValuesCall
+from deltanet_kernels.prompt.cpu import torch_gate_values
+
+
+def torch_group_gates(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`deltanet_kernels.group_gates` in PyTorch."""
+    (B, T, H), hidden = call.a.shape, GROUP * call.groups
+    places, device = hidden + GROUP, call.a.device
+    end = torch.full((1,), T, device=device) if call.length is None else call.length
+    token = torch.arange(T, device=device)
+    left = (end - 1 - hidden).div(GROUP, rounding_mode="floor") * GROUP
+    writes = ((token >= call.sinks) & (token < left))[: max(T - hidden, 0), None]
+    at = (token % places).where((token < end) & (token >= end - places), places)
+    gates = [x.bfloat16() for x in torch_gate_values(GateValuesCall(*call[:4], call.limit))]
+    waiting = [x.new_zeros(B, places + 1, H).index_copy_(1, at, x)[:, :-1].contiguous() for x in gates]
+    g, beta = (x[:, : len(writes)].float() * writes for x in gates)
+    return g, beta, *waiting  # type: ignore[return-value]
+
+
+def torch_group_step_(call: GroupStepCall) -> Tensor:
+    """`deltanet_kernels.group_gated_delta_step_` for checked arguments; float32, or float64 for float64 queries."""
+    q, cache, wide = call.q, call.cache, torch.promote_types(call.q.dtype, torch.float32)
+    number, groups, row = cache.lengths.long(), cache.groups, torch.arange(len(q), device=q.device)
+    state = call.state.to(wide)
+    if call.state_scale is not None:
+        state = state * call.state_scale.to(wide).unsqueeze(-1)
+    leaves = (number % GROUP == 0) & (number >= GROUP * (groups + 1))
+    if bool(leaves.any()):
+        rows = row[leaves]
+        first = number[leaves] - GROUP * (groups + 1)
+        own = [x[rows, :, first // GROUP % groups].unsqueeze(2) for x in cache[:4]]
+        k, v = (x.transpose(1, 2).to(wide) for x in unpacked(own, q.dtype, cache.key_order))
+        times = state.shape[1] // k.shape[2]
+        token = first[:, None] + torch.arange(GROUP, device=q.device)
+        kept = (token >= call.sinks).unsqueeze(-1)
+        g, beta = (x[rows[:, None], token % x.shape[1]].to(wide) * kept for x in (call.g, call.beta))
+        k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
+        rule = RuleCall(k, k, v, g, beta, None, state[rows], True, True)
+        state[rows] = after = torch_recurrent_gated_delta_rule(rule)[1]
+        if call.state_scale is None:
+            call.state[rows] = after.to(call.state.dtype)
+        else:
+            codes, scale = rounded_to_8_bits(after)
+            call.state[rows], call.state_scale[rows] = codes, scale.to(call.state_scale.dtype)
+    gates = torch_gate_values(GateValuesCall(call.a, call.b, call.A_log, call.dt_bias, call.limit))
+    for held, new in zip((call.g, call.beta), gates, strict=True):
+        held[row, number % held.shape[1]] = new[:, 0].to(held.dtype)
+    if call.cos is not None and call.sin is not None:
+        q = rotate(q, call.cos, call.sin)
+    x = q[:, 0].to(wide).unflatten(1, (state.shape[1], -1))  # [B, H, HQ / H, D]
+    unit = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return (call.factor * (unit @ state)).flatten(1, 2).unsqueeze(1).to(q.dtype)

@@ -1,0 +1,82 @@
+"""The gates of a prompt beside a state of what has left the window, on CUDA: one kernel."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.rows import rows
+from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.group_rule.calls import GroupGatesCall
+from deltanet_kernels.packed_cache.numbers import GROUP
+from deltanet_kernels.prompt.gates import exact_softplus
+
+BLOCK = 512
+
+
+@triton.jit(do_not_specialize=["T", "L", "sinks"])
+def group_gates_kernel(
+    a, b, A_log, dt_bias, length, g, beta, waiting_g, waiting_beta, T, L, sinks, a_row, b_row,
+    N: tl.constexpr, H: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per BLOCK gates of a row; tokens of a and b are x_row elements apart."""
+    PLACES: tl.constexpr = 32 * (N + 1)
+    blocks = tl.cdiv(T * H, BLOCK)
+    n = (tl.program_id(0) // blocks).to(tl.int64)
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    m = i < T * H
+    t, h = i // H, i % H
+    end = T if length is None else tl.load(length).to(tl.int32)
+    left = tl.maximum(end - 1 - N * GROUP, 0) // GROUP * GROUP
+    writes = (t >= sinks) & (t < left)
+    x = tl.load(a + (n * T + t) * a_row + h, mask=m, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + h, mask=m, other=0.0).to(tl.float32)
+    fall = tl.exp(tl.load(A_log + h, mask=m, other=0.0).to(tl.float32))
+    x = (-fall * exact_softplus(x)).to(tl.bfloat16)
+    y = tl.load(b + (n * T + t) * b_row + h, mask=m, other=0.0).to(tl.float32)
+    y = (LIMIT / (1.0 + tl.exp(-y))).to(tl.bfloat16)
+    at = n * L * H + i
+    tl.store(g + at, tl.where(writes, x.to(tl.float32), 0.0), mask=m & (t < L))
+    tl.store(beta + at, tl.where(writes, y.to(tl.float32), 0.0), mask=m & (t < L))
+    at = (n * PLACES + t % PLACES) * H + h
+    waits = m & (t < end) & (t >= end - PLACES)
+    tl.store(waiting_g + at, x, mask=waits)
+    tl.store(waiting_beta + at, y, mask=waits)
+
+
+def _fake_gates(a, b, A_log, dt_bias, groups, sinks, length, limit):
+    (B, T, H), hidden = a.shape, 32 * groups
+    gates = (a.new_empty(B, max(T - hidden, 0), H, dtype=torch.float32) for _ in range(2))
+    return *gates, *(a.new_zeros(B, hidden + 32, H, dtype=torch.bfloat16) for _ in range(2))
+
+
+@operator(_fake_gates)
+def group_gates_op(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, groups: int, sinks: int, length: Tensor | None, limit: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """g, beta [B, max(T - 32 N, 0), H] and those that wait [B, 32 (N + 1), H]."""
+    made: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_gates(a, b, A_log, dt_bias, groups, sinks, length, limit)
+    B, T, H = a.shape
+    (a, a_row), (b, b_row) = rows(a), rows(b)
+    launch(
+        group_gates_kernel, B * cdiv(T * H, BLOCK), a, b, A_log, dt_bias, length, *made, T, made[0].shape[1], sinks,
+        a_row, b_row, N=groups, H=H, LIMIT=limit, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def group_gates_triton(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`deltanet_kernels.group_gates` in Triton, for checked arguments.
+
+    Raises:
+        NotImplementedError: float64.
+    """
+    if torch.float64 in (call.a.dtype, call.b.dtype):
+        raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
+    made: tuple[Tensor, Tensor, Tensor, Tensor] = group_gates_op(*call)
+    return made

@@ -1,0 +1,146 @@
+"""One token beside a state of what has left its window: the kernel against the PyTorch form, and that against the rule.
+
+Without a GPU the kernel runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltanet_kernels import group_gated_delta_step_, group_gates, naive_gated_delta_rule, pack_prompt, round_tokens
+from deltanet_kernels.group_rule.calls import GroupStepCall
+from deltanet_kernels.packed_cache.layout import PackedKeyValues
+from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
+
+GROUPS, D = 2, 64  # the window's; tokens 96 and 128 are the first before which a group leaves
+pytorch, triton = by_pytorch(group_gated_delta_step_), by_triton(group_gated_delta_step_)
+
+
+def step(
+    tokens: tuple[int, ...] = (96, 100, 160),
+    heads: tuple[int, int, int] = (4, 2, 1),
+    bits: int = 4,
+    ordered: bool = True,
+    turned: int = D,
+    int8: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> GroupStepCall:
+    """A call on CPU, of sequences of so many tokens and so many query heads, states and key heads."""
+    make = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make)
+
+    (HQ, H, HK), B = heads, len(tokens)
+    order = torch.stack([torch.randperm(D, generator=make) for _ in range(HK)]) if ordered else None
+    if order is not None:
+        order = torch.stack([order, order.argsort(-1)], 1)
+    caches = []
+    for length in tokens:
+        k, v = round_tokens(normal(1, length, HK, D).to(dtype), normal(1, length, HK, D).to(dtype))
+        caches.append(pack_prompt(k, v, bits, GROUPS, None, order)[0].tensors)
+    cache = PackedKeyValues(*(torch.cat(parts) for parts in zip(*caches, strict=True)), order)  # type: ignore[call-arg]
+    codes, scale = torch.randint(-127, 128, (B, H, D, D), generator=make), normal(B, H, D).abs() / 127
+    places = 32 * (GROUPS + 1)
+    waiting = (-normal(B, places, H).abs() / 8).bfloat16(), normal(B, places, H).sigmoid().bfloat16()
+    angle = normal(B, 1, turned)
+    rotation = (angle.cos().to(dtype), angle.sin().to(dtype)) if turned else (None, None)
+    state = (codes.to(torch.int8), scale) if int8 else ((codes * scale.unsqueeze(-1)).bfloat16(), None)
+    return GroupStepCall(
+        normal(B, 1, HQ, D).to(dtype), normal(B, 1, H).to(dtype), normal(B, 1, H).to(dtype), normal(H), normal(H),
+        cache, *waiting, *state, 4, *rotation,
+    )  # fmt: skip
+
+
+def copied(call: GroupStepCall, device: str = "cpu") -> GroupStepCall:
+    def copy(x: Any) -> Any:
+        return x.clone().to(device) if isinstance(x, Tensor) else x
+
+    return call._replace(
+        cache=PackedKeyValues(*map(copy, call.cache)),
+        **{name: copy(x) for name, x in call._asdict().items() if name != "cache"},
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ordered": False, "turned": 0, "heads": (2, 2, 2)},
+        {"bits": 8, "ordered": False, "turned": 32, "int8": False},
+        {"dtype": torch.float16, "heads": (3, 1, 1)},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("rounding_to_nearest")
+def test_the_kernel(changes: dict[str, Any]) -> None:
+    call = step(**changes)
+    ours, theirs = copied(call, DEVICE), copied(call)
+    found, wanted = triton(*ours), pytorch(*theirs)
+    precision = 2e-3 if call.q.dtype == torch.float16 else 2e-6
+    torch.testing.assert_close(found.cpu(), wanted, rtol=precision, atol=precision)
+    for name in ("g", "beta"):
+        torch.testing.assert_close(getattr(ours, name).cpu(), getattr(theirs, name), rtol=0, atol=0)
+    if call.state_scale is None:
+        torch.testing.assert_close(ours.state.cpu(), theirs.state)
+    else:  # a number in the middle of two may be rounded to either
+        assert ours.state_scale is not None
+        assert theirs.state_scale is not None
+        torch.testing.assert_close(ours.state_scale.cpu(), theirs.state_scale)
+        assert (ours.state.cpu().int() - theirs.state.int()).abs().max() <= 1
+        assert (ours.state.cpu() != theirs.state).float().mean() < 1e-3
+
+
+def test_only_where_a_group_leaves_the_state_changes() -> None:
+    call = step(tokens=(64, 95, 96, 127, 128))
+    before = call.state.clone()
+    pytorch(*call)
+    assert [bool((x != y).any()) for x, y in zip(before, call.state, strict=True)] == [False, False, True, False, True]
+
+
+def test_the_leaving_group_is_written_by_the_rule_without_sinks() -> None:
+    """The first group that leaves, into a state of zeros, from the numbers that its codes stand for."""
+    call = step(tokens=(96,), ordered=False, int8=False)
+    call.state.zero_()
+    held = call._replace(state=call.state.double(), q=call.q.double())
+    from deltanet_kernels.packed_cache.layout import unpacked
+
+    k, v = (x.transpose(1, 2)[:, :32].repeat_interleave(2, 2) for x in unpacked(call.cache[:4], torch.float64))
+    k, v = k[:, 4:], v[:, 4:]
+    g, beta = (x[:, 4:32].double() for x in (call.g, call.beta))
+    _, wanted = naive_gated_delta_rule(k, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    pytorch(*held)
+    torch.testing.assert_close(held.state, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("rounding_to_nearest")
+@pytest.mark.parametrize(
+    ("T", "groups", "length"), [(200, 2, None), (200, 2, 129), (200, 2, 130), (40, 3, None), (97, 0, None)]
+)
+def test_the_gates_of_a_prompt(T: int, groups: int, length: int | None) -> None:
+    make = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(2, T, 3, generator=make) for _ in range(2))
+    A_log, dt_bias = torch.randn(3, generator=make), torch.randn(3, generator=make)
+    end = None if length is None else torch.tensor([length])
+    rest = (groups, 4, end, 2)
+    wanted = by_pytorch(group_gates)(a, b, A_log, dt_bias, *rest)
+    given = (x.to(DEVICE) for x in (a, b, A_log, dt_bias))
+    found = by_triton(group_gates)(*given, groups, 4, None if end is None else end.to(DEVICE), 2)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-6, atol=1e-7)
+    last = T if length is None else length
+    left = max(0, (last - 1) // 32 - groups) * 32
+    strength = (2 * b.sigmoid()).bfloat16()
+    g, beta, _, waiting = wanted
+    assert g.shape == beta.shape == (2, max(T - 32 * groups, 0), 3)
+    torch.testing.assert_close(beta[:, 4:left].bfloat16(), strength[:, 4:left])
+    assert not beta[:, :4].any()
+    assert not beta[:, left:].any()
+    places = 32 * (groups + 1)
+    for n in range(max(0, last - places), last):
+        torch.testing.assert_close(waiting[:, n % places], strength[:, n])
+    assert int((waiting != 0).any(-1).sum()) == 2 * min(last, places)
