@@ -145,7 +145,7 @@ def test_the_usual_budget_is_that_of_convert(far: Path, options: dict[str, Any],
 @pytest.mark.parametrize(
     ("device", "given", "method", "count"),
     [
-        ("cpu", {"exportable": False}, "gradient", 1),
+        ("cpu", {"exportable": False}, "gradient", 2),
         ("cpu", {"probes": 3}, "gradient", 3),
         ("cpu", {"method": "forward"}, "forward", 8),
         ("cpu", {"exportable": True}, "forward", 8),

@@ -148,8 +148,8 @@ class _Measure:
         scorer.losses(self.text, None)  # keeps the teacher's logits
         self.restricted: Scorer | None = None  # whose windows have derivatives
         if options.method == "gradient":
-            model = SwitchableModel(sharing_copy(model), task.candidates, options.window, SINKS)
-            self.restricted = Scorer(model, scorer.tick)
+            switchable = SwitchableModel(sharing_copy(model), task.candidates, options.window, SINKS)
+            self.restricted = Scorer(switchable, scorer.tick)
         self.answers: ScaledLoss | None = None
         if options.method == "forward":
             asked = AnswerLoss.of_texts(tokenizer, length, options.probes, options.window, options.seed)

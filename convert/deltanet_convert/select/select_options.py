@@ -105,7 +105,7 @@ class SelectOptions(Options):
         int,
         Option(
             help="Number of probes of each format; `kl` takes four times as many rows of text.",
-            show_default="8; 1 without a GPU, unless --method is given",
+            show_default="8; 2 without a GPU, unless --method is given",
         ),
         Field(ge=1),
     ] = 8
@@ -127,7 +127,7 @@ class SelectOptions(Options):
         on_gpu = chosen_device(values.get("device")).type == "cuda"
         if on_gpu or "method" in values or values.get("exportable"):
             return values
-        return {"method": "gradient", "probes": 1, **values}
+        return {"method": "gradient", "probes": 2, **values}
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectOptions:
