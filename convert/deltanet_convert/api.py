@@ -71,7 +71,7 @@ def plan(
         >>> plan("SmolLM2-135M-Instruct", keep="every:4", mixer="gated_deltanet").cache_bytes  # doctest: +SKIP
 
     Args:
-        teacher, keep, mixer, set, options: as for `convert`. A budget is measured, which takes minutes on a GPU.
+        teacher, keep, mixer, set, options: as for `convert`. Nothing is measured.
 
     Raises:
         UserError: as `convert`.
@@ -81,7 +81,7 @@ def plan(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         with sole_conversion(out):
-            return prepare(str(teacher), out, _options(keep, mixer, set, options)).plan
+            return prepare(str(teacher), out, _options(keep, mixer, set, {**options, "dry_run": True})).plan
 
 
 def select(

@@ -72,7 +72,7 @@ class ConvertOptions(Options):
         str,
         Option(
             help="What keeps softmax attention to all tokens. `auto`: key/value heads, with windows elsewhere, for a "
-            "ninth of the teacher's cache; without a GPU, or where no windows can be planned, a quarter of the layers. "
+            "ninth of the teacher's cache, or where no windows can be planned, a quarter of the layers, measured. "
             "`5%@16k` or `40MB@32k`: as much of the cache at that length. `25%` or `7`: as many layers, measured. "
             "`every:4`, `layers:3,7,11` or `none`: these layers. FILE: what `deltanet-hf select` wrote.",
             show_default="auto",
@@ -179,7 +179,7 @@ class ConvertOptions(Options):
         Option(help="Largest size of a weight file."),
         Field(ge=1, validate_default=True),
     ] = "5GB"  # type: ignore[assignment]  # bytes, once it is read
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and stop."), ASIDE] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and stop; nothing is measured."), ASIDE] = False
     resume: Annotated[bool, Option("--resume", help="Complete an interrupted conversion."), ASIDE] = False
     overwrite: Annotated[
         bool,

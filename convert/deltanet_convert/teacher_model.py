@@ -107,14 +107,14 @@ class Teacher:
                 "tokenizer that belongs to the teacher"
             )
 
-    def load_weights(self, device: torch.device) -> PreTrainedModel:
-        """The model with its weights, in eval mode, without gradients: bfloat16 on a GPU, float32 on a CPU."""
+    def load_weights(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """The model with its weights, in eval mode, without gradients."""
         try:
             with _no_progress_bar():
                 model: PreTrainedModel = self.family.model_class.from_pretrained(
                     self.folder,
                     config=with_usual_outputs(self.family.config_class.from_pretrained(self.folder)),
-                    dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+                    dtype=dtype,
                     attn_implementation=attention_implementation(self.config),
                     use_safetensors=True,
                 )

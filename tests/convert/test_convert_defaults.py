@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ import pytest
 import torch
 
 from deltanet_convert.convert_command import convert_command
-from deltanet_convert.select import for_convert, read_selection
+from deltanet_convert.select import for_convert, objectives, probes, read_selection
+from deltanet_convert.select.probe_text import FORMATS
+from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.start import START
+from deltanet_hf import loading
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import main
+from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
 from support.tiny_conversion import TOKENS, opened, quick_start, teacher_folder, text_file, tiny_conversion, tiny_job
+from support.tiny_selection import QUICK
 
 AUTO: dict[str, Any] = {"layers": "auto", "mixer": "gated_deltanet+window"}
 
@@ -26,6 +32,20 @@ AUTO: dict[str, Any] = {"layers": "auto", "mixer": "gated_deltanet+window"}
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A selection by short probes of two formats, by the method of a machine without a GPU."""
+    options = {key: value for key, value in QUICK.items() if key != "method"}
+    monkeypatch.setattr(for_convert, "SelectOptions", lambda **given: SelectOptions(**{**options, **given}))
+    monkeypatch.setattr(probes, "CHARACTERS", 2000)
+    monkeypatch.setattr(objectives, "selection_probes", partial(probes.selection_probes, formats=FORMATS[:2]))
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return far_folder(tmp_path_factory.mktemp("teachers") / "far")
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +60,43 @@ def kinds(out: Path) -> tuple[list[str], dict[str, Any]]:
     return table["layers"], kind
 
 
-@pytest.mark.usefixtures("real_plot")  # of errors that are 0: the teacher's positions end within the window
-def test_without_options_a_quarter_stays_softmax_and_the_others_are_windows_in_4_bits(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("quick")
+def test_without_options_and_gpu_derivatives_plan_heads_and_windows_in_4_bits(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
+    arguments = [far, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
     monkeypatch.setattr(sys, "argv", ["deltanet-hf", "convert", *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0
-    assert "No GPU: the softmax layers are spread evenly" in capsys.readouterr().out
-    layers, kind = kinds(tmp_path / "out")
-    assert layers == ["local", "local", "softmax", "local"]
-    assert (kind["mixer"], kind["window"], kind["sinks"]) == ("window", 481, 4)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["cache_bits"] == 4
+    printed = capsys.readouterr().out
+    assert "Measuring what is best for 11%@2k, in about ten minutes for 0.5B parameters on two cores; --keep" in printed
+    assert f": layer {FAR_LAYER}, key/value head {FAR_HEAD}, score " in printed
+    table = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]
+    assert table["cache_bits"] == 4
+    selection = json.loads((tmp_path / "out" / "conversion.json").read_text())["selection"]
+    assert selection["method"] == "gradient"
+    assert selection["order"][0] == [FAR_LAYER, FAR_HEAD]
+    mixed = table["kinds"][table["layers"][FAR_LAYER]]
+    assert mixed["heads"][FAR_HEAD] == "softmax"
+    assert [table["kinds"][name]["window"] for name in table["layers"]] == selection["planned_windows"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
-    assert not (tmp_path / "out" / "selection.png").exists()  # nothing was measured
-    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert (report["selection"]["method"], report["selection"]["kept"]) == ("uniform", [2])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_dry_run_measures_nothing_and_has_the_bytes(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(for_convert, "run_selection", None)
+    convert_command(str(far), tmp_path / "out", dry_run=True, keep="14%@512")
+    assert "the conversion measures what is best for 14%@512" in " ".join(capsys.readouterr().out.split())
+    job = tiny_job(far, tmp_path / "out", dry_run=True, layers="auto:14%@512", mixer="window", cache_bits=4)
+    ((window,),) = ({kind.settings.window for kind in job.table.kinds.values()},)
+    taken = sum(layer.cache_bytes(512) for layer in job.plan.layers)
+    assert 0.13 < taken / sum(layer.kv_bytes(512) for layer in job.plan.layers) <= 0.14
+    assert job.table.softmax == []
+    assert window == 417
 
 
 def test_pure_converts_every_layer_to_the_state_alone(
@@ -66,7 +104,7 @@ def test_pure_converts_every_layer_to_the_state_alone(
 ) -> None:
     text = text_file(tmp_path)
     convert_command(str(teacher), tmp_path / "out", pure=True, text=text, calibration_tokens=TOKENS)
-    assert "No GPU" not in capsys.readouterr().out
+    assert "Measuring" not in capsys.readouterr().out
     layers, kind = kinds(tmp_path / "out")
     assert layers == ["linear"] * 4
     assert (kind["mixer"], kind["window"]) == ("gated_deltanet", 0)
@@ -118,6 +156,11 @@ def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
     monkeypatch.setitem(for_convert.SHAPES, file, known)
     options = for_convert.ConvertOptions(**AUTO)
 
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("measured")
+
+    monkeypatch.setattr(for_convert, "run_selection", measured)
+
     def chosen(out: str) -> Any:
         job = tiny_job(teacher, tmp_path / out, **AUTO)
         show = lambda done, total, line: lines.append(line)  # noqa: E731
@@ -129,13 +172,13 @@ def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
     for key, value in known.items():  # one key that differs makes it another shape
         other = value + 1 if isinstance(value, int) else "qwen3"
         monkeypatch.setitem(for_convert.SHAPES, file, {**known, key: other})
-        assert chosen("other").table.softmax == [2]
-    assert set(lines[1:]) == {for_convert.NO_GPU}
+        with pytest.raises(ValueError, match="measured"):
+            chosen("other")
 
 
-def test_a_resumed_conversion_does_not_select_again(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_resumed_conversion_does_not_select_again(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**AUTO, "layers": "auto:1"}
     done: list[int] = []
 
     def dies(*args: Any, **kwargs: Any) -> Any:
@@ -144,14 +187,14 @@ def test_a_resumed_conversion_does_not_select_again(
             raise KeyboardInterrupt
         return quick_start(*args, **kwargs)
 
-    monkeypatch.setattr(for_convert, "run_selection", None)  # without a GPU nothing is measured
     with monkeypatch.context() as patch:
         patch.setitem(START, "gated_deltanet", dies)
         with pytest.raises(KeyboardInterrupt):
-            tiny_conversion(teacher, tmp_path / "out", **AUTO)
-    report = tiny_conversion(teacher, tmp_path / "out", **AUTO, resume=True)
-    assert report["selection"]["kept"] == [2]
-    assert tiny_conversion(teacher, tmp_path / "out", **AUTO, resume=True) == report
+            tiny_conversion(far, tmp_path / "out", **options)
+    monkeypatch.setattr(for_convert, "run_selection", None)
+    report = tiny_conversion(far, tmp_path / "out", **options, resume=True)
+    assert report["selection"]["kept"] == [FAR_LAYER]
+    assert tiny_conversion(far, tmp_path / "out", **options, resume=True) == report
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
@@ -181,7 +224,8 @@ def test_auto_keeps_a_quarter_or_half_of_the_candidates_and_at_least_one(
     tmp_path: Path, family: str, changes: dict[str, Any], kept: list[int]
 ) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family, **changes)
-    assert tiny_job(teacher, tmp_path / "out", **AUTO).table.softmax == kept
+    options = {"layers": "auto", "mixer": "gated_deltanet", "dry_run": True}
+    assert tiny_job(teacher, tmp_path / "out", **options).table.softmax == kept
     shutil.rmtree(teacher)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -192,25 +236,34 @@ def test_auto_keeps_a_quarter_or_half_of_the_candidates_and_at_least_one(
         ("llama", {}, "11%@2k"),
         ("llama", {"cache_bits": 16}, "1"),
         ("llama", {"changes": ("window=64",)}, "1"),
-        ("llama", {"mixer": "gated_deltanet+window"}, "1"),
+        ("llama", {"mixer": "gated_deltanet+window"}, "11%@2k"),
+        ("llama", {"mixer": "gated_deltanet+window", "changes": ("delayed=false",)}, "1"),
+        ("llama", {"mixer": "gated_deltanet"}, "1"),
         ("gemma3_text", {}, "1"),
     ],
 )
-def test_on_a_gpu_auto_plans_windows_where_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any], keep: str
+@pytest.mark.parametrize(("device", "method"), [("cuda", "forward"), ("cpu", "gradient")])
+def test_auto_plans_windows_where_it_can(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    options: dict[str, Any],
+    keep: str,
+    device: str,
+    method: str,
 ) -> None:
     asked, lines = [], []
 
-    def run(task: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append((task.options.keep.text, task.spending is not None))
+    def run(planned: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append((planned.options.keep.text, planned.spending is not None, planned.options.method))
         raise UserError("not measured")
 
-    monkeypatch.setattr(for_convert, "chosen_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(loading, "chosen_device", lambda name: torch.device(device))
     monkeypatch.setattr(for_convert, "run_selection", run)
     chosen = for_convert.ConvertOptions(**{"layers": "auto", "mixer": "window", "cache_bits": 4} | options)
     teacher = opened(teacher_folder(tmp_path / "teacher", family))
     with pytest.raises(UserError, match="not measured"):
         for_convert.auto_selection(teacher, tmp_path / "out", chosen, lambda done, total, line: lines.append(line))
-    planned = keep == "11%@2k"
-    assert asked == [(keep, planned)]
-    assert lines == [for_convert.ON_GPU] * planned
+    assert asked == [(keep, keep == "11%@2k", method)]
+    assert lines[0].startswith(f"Measuring what is best for {keep}, in ")
+    assert lines[0].endswith("; --keep every:4 keeps evenly spread layers at once.")

@@ -201,8 +201,8 @@ def test_windows_are_shared_twice_from_the_best_so_far(
     passes: list[Any] = []
     answers = [[4.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.4]]
 
-    def shares_of(spending: Any, kept: Any, windows: Any, shares: Any, kl: float, text_kls: Any) -> list[float]:
-        passes.append((len(kept), windows, shares, kl))
+    def shares_of(spending: Any, kept: Any, windows: Any, shares: Any, text_changes: Any) -> list[float]:
+        passes.append((len(kept), windows, shares))
         return answers[len(passes) - 1]
 
     loss = lambda self, kept, windows: ((1 + abs(len(kept) - 5)) / len(set(windows)), None)  # noqa: E731
@@ -212,7 +212,7 @@ def test_windows_are_shared_twice_from_the_best_so_far(
     rows = [Allocation.from_json(row) for row in found.scores["allocations"]]
     before = best_of(rows[:-2]), best_of(rows[:-1])  # of each pass
     shares = (1.0, 0.25, 0.5, 2.0, 4.0), (1.0, 0.7, 1.4)
-    assert passes == [(row.kept, row.windows, some, row.kl) for row, some in zip(before, shares, strict=True)]
+    assert passes == [(row.kept, row.windows, some) for row, some in zip(before, shares, strict=True)]
     spending = tiny_task(far, BUDGET).spending
     assert spending is not None
     for row, base, answer in zip(rows[-2:], before, answers, strict=True):
@@ -226,7 +226,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-@pytest.mark.parametrize("method", ["forward", "kl"])
+@pytest.mark.parametrize("method", ["forward", "gradient", "kl"])
 def test_finished_allocations_are_not_repeated(far: Path, tmp_path: Path, method: str) -> None:
     whole = tiny_selection(far, tmp_path / "whole.json", BUDGET, method=method)
     out = tmp_path / "s.json"
@@ -304,16 +304,15 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
     alike = task.spending.windows((), [1.0] * 4)
     assert alike is not None
 
-    def text_kls(others: Sequence[Sequence[int]]) -> list[float]:
-        return [1 / windows[FAR_LAYER] for windows in others]
+    def text_changes(others: Sequence[Sequence[int]]) -> list[float]:
+        return [1 / windows[FAR_LAYER] - 1 / alike[FAR_LAYER] for windows in others]
 
-    (kl,) = text_kls([alike])
-    shares = window_shares(task.spending, (), alike, PASSES[0], kl, text_kls)
+    shares = window_shares(task.spending, (), alike, PASSES[0], text_changes)
     windows = task.spending.windows((), shares)
     assert windows is not None
     assert windows[FAR_LAYER] > max(alike) > min(windows)
     kept = tuple((FAR_LAYER, head) for head in range(2))  # whose window is nobody's
-    shares = window_shares(task.spending, kept, alike, PASSES[0], kl, text_kls)
+    shares = window_shares(task.spending, kept, alike, PASSES[0], text_changes)
     assert shares[FAR_LAYER] == 1.0
     assert task.spending.sizes.total((), windows) <= task.spending.allowed
 
@@ -323,14 +322,14 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
 def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) -> None:
     """As complete models in these bits are, on every 8th token."""
     task = tiny_task(far, BUDGET)
-    loaded = task.teacher.load_weights(torch.device("cpu"))
+    loaded = task.teacher.load_weights(torch.device("cpu"), torch.float32)
     shares: list[float] = []
     scorer = Scorer(SwitchableModel(sharing_copy(loaded), task.candidates, 6, 1), shares.append)
     measure = _Measure(task, loaded, scorer, 256, bits)
     kept, windows = ((FAR_LAYER, 1 - FAR_HEAD),), (33, 33, 33, 33)
     others = [(65, 33, 33, 33), (33, 129, 33, 33), (33, 33, 129, 33), (33, 33, 33, 65), (33, 33, 193, 65)]
-    found = measure.text_kls(kept, windows, others)
-    assert found == [pytest.approx(measure(kept, other)[0], rel=1e-6) for other in others]
+    found, (before, _) = measure.text_changes(kept, windows, others), measure(kept, windows)
+    assert found == [pytest.approx(measure(kept, other)[0] - before, rel=1e-5, abs=1e-7) for other in others]
     assert len(set(found)) > 1
     assert shares[-1] == 1.0
     restricted = restrict_heads(sharing_copy(loaded), {FAR_LAYER: [1 - FAR_HEAD]}, windows, 4)
@@ -338,3 +337,25 @@ def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) ->
     want, got = (model(measure.text.ids).logits[:, ::8].flatten(0, 1).log_softmax(-1) for model in models)
     kl = F.kl_div(got, want, log_target=True, reduction="batchmean")
     assert measure(kept, windows)[0] == pytest.approx(float(kl), rel=1e-3)
+
+
+def test_by_derivatives_each_layer_changes_once_at_a_time(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tiny_task(far, BUDGET, method="gradient")
+    loaded = task.teacher.load_weights(torch.device("cpu"), torch.float32)
+    measure = _Measure(task, loaded, Scorer(SwitchableModel(sharing_copy(loaded), task.candidates, 6, 1)), 256, 4)
+    calls: list[Sequence[int]] = []
+
+    def gradients(self: Scorer, objective: Any, gates: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assert (gates == 0.5).all()
+        assert self.model.windows == windows
+        assert self.model.full.nonzero().tolist() == [[FAR_LAYER, 0]]
+        calls.append(self.model.others or ())
+        return torch.arange(8.0).view(4, 2) + 100 * len(calls)  # [L, KV]
+
+    monkeypatch.setattr(Scorer, "gradients", gradients)
+    windows = (33, 65, 33, 33)
+    others = [(97, 65, 33, 33), (129, 65, 33, 33), (33, 33, 33, 33), (33, 65, 33, 97)]
+    found = measure.text_changes(((FAR_LAYER, 0),), windows, others)
+    assert [list(row) for row in calls] == [[97, 33, 33, 97], [129, 65, 33, 33]]
+    assert found == [201.0, 401.0, 205.0, 213.0]
+    assert measure(((FAR_LAYER, FAR_HEAD),), windows)[1] is None

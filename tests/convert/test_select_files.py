@@ -19,10 +19,11 @@ from deltanet_convert.select.budget import USUAL_SHARE, Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.for_convert import SHAPES, shipped_selection
+from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.spending import Spending
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.teacher_model import Teacher, meta_model
-from deltanet_hf import converted_config
+from deltanet_hf import converted_config, loading
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import stored_bytes
 from deltanet_hf.models.factory import model_class
@@ -72,7 +73,9 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
         planned = smollm2(2048, Candidates.of(config, "kv_head"), mixer=mixer)
         assert planned.total(selection.kept, selection.planned_windows) == sizes[-1]
         # The windows of the plan without states, which a budget of these bytes makes shorter where there are states.
-        windows = Spending(Budget.parse(f"{sizes[0]}@2k"), planned).windows(selection.kept, shares[0])
+        spending = Spending(Budget.parse(f"{sizes[0]}@2k"), planned)
+        assert spending.usual_count() == len(selection.kept)
+        windows = spending.windows(selection.kept, shares[0])
         assert windows is not None
         assert planned.total(selection.kept, windows) == pytest.approx(sizes[0], rel=2e-3)
     assert sizes[0] == pytest.approx(5.33e6, rel=1e-3)
@@ -137,6 +140,24 @@ WRONG_BUDGETS: list[tuple[str, str]] = [
 def test_the_usual_budget_is_that_of_convert(far: Path, options: dict[str, Any], text: str, unit: str) -> None:
     task = tiny_task(far, "auto", **options)
     assert (task.budget.text, task.options.unit) == (text, unit)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "method", "count"),
+    [
+        ("cpu", {"exportable": False}, "gradient", 2),
+        ("cpu", {"probes": 3}, "gradient", 3),
+        ("cpu", {"method": "forward"}, "forward", 8),
+        ("cpu", {"exportable": True}, "forward", 8),
+        ("cuda", {}, "forward", 8),
+    ],
+)
+def test_without_a_gpu_few_derivatives_are_taken(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, Any], method: str, count: int
+) -> None:
+    monkeypatch.setattr(loading, "chosen_device", lambda name: torch.device(device))
+    options = SelectOptions(**given)
+    assert (options.method, options.probes) == (method, count)
 
 
 def test_budgets_that_make_no_sense_are_refused() -> None:

@@ -12,7 +12,7 @@ from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.task import SelectionTask, plan_selection
 from support.tiny_conversion import opened
 
-QUICK: dict[str, Any] = {"window": 6, "sinks": 1, "length": 400, "probes": 1}
+QUICK: dict[str, Any] = {"method": "forward", "window": 6, "sinks": 1, "length": 400, "probes": 1}
 
 
 def tiny_task(

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.models.cache_bits import use_cache_bits
@@ -111,13 +112,14 @@ def allocations(
     passed = sum(len(set(allocation.windows)) > 1 for allocation in found)
     if passed == len(PASSES):
         return found
-    measure = _Measure(task, model, scorer, spending.length, spending.sizes.bits)
+    measure = _Measure(task, model, scorer, task.text_length, spending.sizes.bits)
 
     def add(kept: list[Unit], windows: tuple[int, ...]) -> None:
         found.append(Allocation(len(kept), windows, spending.sizes.total(kept, windows), *measure(kept, windows)))
         record(found[-1])
 
-    for count in spending.counts()[len(found) :]:
+    counts = [task.count] if task.options.method == "gradient" else spending.counts()
+    for count in counts[len(found) :]:
         if passed or is_done(found):
             break
         kept = most_important(count)
@@ -128,7 +130,7 @@ def allocations(
     for shares in PASSES[passed:]:
         best = best_of(found)
         kept, before = most_important(best.kept), best.windows
-        chosen = window_shares(spending, kept, before, shares, best.kl, partial(measure.text_kls, kept, before))
+        chosen = window_shares(spending, kept, before, shares, partial(measure.text_changes, kept, before))
         ratios = [share * window / min(before) for share, window in zip(chosen, before, strict=True)]
         shared = spending.windows(kept, ratios)
         if shared is not None and shared != before:
@@ -137,15 +139,19 @@ def allocations(
 
 
 class _Measure:
-    """Measures allocations as models, on running text and, unless a selection is by KL divergence, on answers."""
+    """Measures allocations as models, on running text and, where a selection is by `forward`, on answers."""
 
     def __init__(self, task: SelectionTask, model: PreTrainedModel, scorer: Scorer, length: int, bits: int) -> None:
         self.model, self.local, self.bits, self.tick = model, task.candidates.local, bits, scorer.tick
         options, tokenizer = task.options, task.teacher.tokenizer
         self.text = TextKL.of_texts(tokenizer, length, options.probes, min(length, POSITIONS), options.seed)
         scorer.losses(self.text, None)  # keeps the teacher's logits
+        self.restricted: Scorer | None = None  # whose windows have derivatives
+        if options.method == "gradient":
+            switchable = SwitchableModel(sharing_copy(model), task.candidates, options.window, SINKS)
+            self.restricted = Scorer(switchable, scorer.tick)
         self.answers: ScaledLoss | None = None
-        if options.method != "kl":
+        if options.method == "forward":
             asked = AnswerLoss.of_texts(tokenizer, length, options.probes, options.window, options.seed)
             references = References.measure(scorer, asked)
             self.answers = references.score(scorer, asked, task.teacher.name)
@@ -156,15 +162,46 @@ class _Measure:
         kl = float(scorer.losses(self.text, ()))
         return kl, None if self.answers is None else replace(self.answers, scorer=scorer).of(())
 
-    def text_kls(self, kept: Sequence[Unit], windows: Sequence[int], others: Sequence[Sequence[int]]) -> list[float]:
-        """The KL divergence alone, with each of other windows, of which most are as in `windows`."""
-        scorer = self._scorer(kept, windows)
+    def text_changes(
+        self, kept: Sequence[Unit], windows: Sequence[int], others: Sequence[Sequence[int]]
+    ) -> list[float]:
+        """What each of other windows changes in the KL divergence alone; in one layer they are not as in `windows`."""
         layers = [next(i for i, window in enumerate(windows) if other[i] != window) for other in others]
+        if self.restricted is not None:
+            return self._text_slopes(self.restricted, kept, windows, others, layers)
+        scorer = self._scorer(kept, windows)
 
         def change(place: int | None) -> None:
             change_windows(scorer.model.model, windows if place is None else others[place])
 
-        return scorer.with_each(self.text, layers, change)[1].squeeze(1).tolist()
+        base, changed = scorer.with_each(self.text, layers, change)
+        return (changed - base).squeeze(1).tolist()
+
+    def _text_slopes(
+        self,
+        scorer: Scorer,
+        kept: Sequence[Unit],
+        windows: Sequence[int],
+        others: Sequence[Sequence[int]],
+        layers: Sequence[int],
+    ) -> list[float]:
+        """The same by derivatives, in 16 bits: of one other window per layer at a time, half way to all of them.
+
+        As the layers' errors are small and mostly independent, the KL divergence is about a sum of their squares, whose
+        changes these derivatives are; at `windows` themselves, shorter ones would seem to cost nothing.
+        """
+        model = scorer.model
+        model.keep(kept)
+        model.windows, rest, found = windows, list(range(len(layers))), [0.0] * len(layers)
+        half = torch.full(model.full.shape, 0.5)
+        while rest:
+            chosen = {layers[place]: place for place in reversed(rest)}
+            model.others = [others[chosen[i]][i] if i in chosen else window for i, window in enumerate(windows)]
+            slopes = scorer.gradients(self.text, half, torch.ones(1)).sum(1)
+            for layer, place in chosen.items():
+                found[place] = float(slopes[layer])
+            rest = [place for place in rest if place not in chosen.values()]
+        return found
 
     def _scorer(self, kept: Sequence[Unit], windows: Sequence[int]) -> Scorer:
         model = sharing_copy(self.model)

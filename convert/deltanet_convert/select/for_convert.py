@@ -1,8 +1,7 @@
 """`deltanet-hf convert` with a budget as `--keep`: the selection before a conversion, made once per output folder.
 
-`--keep auto` takes the selection that is shipped for a teacher of this shape. For any other teacher it spends what
-`Budget.usual` says, with a GPU on what was measured, and without one on evenly spread layers, because a search would
-take hours.
+`--keep auto` takes the selection that is shipped for a teacher of this shape, and spends what `Budget.usual` says for
+any other teacher.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.loading import chosen_device
 from deltanet_hf.mixers import WINDOW_SUFFIX
 
 from ..options import AUTO, ConvertOptions
 from ..storage.safetensors_folder import read_json
 from ..teacher_model import Teacher
-from .budget import USUAL_SHARE, Budget
+from .budget import Budget
 from .run import Show, run_selection, unseen
 from .select_options import SelectOptions
 from .selection_file import Selection, parse_selection, read_selection
@@ -38,14 +36,6 @@ SHAPES: dict[str, dict[str, str | int]] = {
 }
 """The teachers of the shipped selections, by the keys of config.json that tell them from others. Each has a second
 selection, states-NAME, for windows with states."""
-ON_GPU = (
-    f"Measuring the heads and windows that are worth {USUAL_SHARE} of the teacher's bytes, which takes minutes; "
-    "--keep every:4 keeps evenly spread layers at once."
-)
-NO_GPU = (
-    "No GPU: the softmax layers are spread evenly, which keeps less recall than what is measured. With a GPU, the same "
-    "command makes another model; `deltanet-hf select TEACHER` there writes the file for --keep FILE here."
-)
 
 
 def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen) -> Selection:
@@ -58,7 +48,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
     """
     if out.is_dir() and any(out.iterdir()) and not (options.resume or options.overwrite):
         raise UserError(f"{out}: exists; choose another folder, or add --overwrite to replace it")
-    method, budget = "forward", None if options.keep == AUTO else Budget.parse(options.keep)
+    budget = None if options.keep == AUTO else Budget.parse(options.keep)
     if budget is None:
         if (shipped := shipped_selection(teacher.config, options.mixer.endswith(WINDOW_SUFFIX))) is not None:
             unit = "layers" if shipped.unit == "layer" else "key/value heads"
@@ -70,25 +60,23 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
                 f"--keep {AUTO}: {teacher.name} has one layer of full attention, so there is nothing to choose; give "
                 "--keep none, which converts it, or every:1, which measures keys for 4 bits"
             )
-        measured = chosen_device(options.device).type == "cuda"
-        budget = Budget.usual(candidates, measured and options.cache_bits < 16 and options.plans_windows)
-        if not measured:
-            method = "uniform"
-            show(0, 1, NO_GPU)
-        elif budget.at is not None:
-            show(0, 1, ON_GPU)
-    choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device)
+        budget = Budget.usual(candidates, options.cache_bits < 16 and options.plans_windows)
+    choice = SelectOptions(keep=budget, seed=options.seed, device=options.device)
     task = plan_selection(teacher, choice, options.table_of((), teacher.config))
     if task.spending is not None and not options.plans_windows:
         raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
-    if task.spread is not None:
-        return task.selection(task.spread, {})
     file = selection_path(out)
     found = _recorded(out, options) if options.resume else None
     if found is None and file.exists():
         found = read_selection(file)
     if found is not None and task.is_answered_by(found):
         return found
+    measures = f"what is best for {budget.text}, in {task.time}"
+    if options.dry_run:
+        shown = "windows of one length" if task.spending else "evenly spread units"
+        show(0, 1, f"The plan below has {shown}: the conversion measures {measures}.")
+        return task.unmeasured()
+    show(0, 1, f"Measuring {measures}; --keep every:4 keeps evenly spread layers at once.")
     try:
         return run_selection(task, file, show, overwrite=True, plot=False)
     except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,19 @@ class Objective(ABC):
     Attributes:
         names: of the parts.
         ids: [N, T] int64.
-        positions: the number of last positions whose logits `sums` reads.
+        positions: [R] int64, those whose logits `sums` reads.
     """
 
     names: tuple[str, ...]
     ids: Tensor
-    positions: int
+    positions: Tensor
 
     @abstractmethod
     def sums(self, logits: Tensor, start: int) -> Tensor:
         """Sums [P] float32 of the loss by part, for rows `start` and following.
 
         Args:
-            logits: [B, positions, V] of these rows.
+            logits: [B, R, V] of these rows.
         """
 
     @abstractmethod
@@ -51,9 +52,9 @@ class AnswerLoss(Objective):
         self.probes = list(probes)
         self.names = tuple(dict.fromkeys(probe.format for probe in probes))
         self.ids = torch.tensor([probe.ids for probe in probes])
-        length = self.ids.shape[1]
         # The logits at position p - 1 predict the token at p.
-        self.positions = length + 1 - min(begin for probe in probes for begin, _ in probe.answers)
+        first = min(begin for probe in probes for begin, _ in probe.answers) - 1
+        self.positions = torch.arange(first, self.ids.shape[1])
         terms = [
             (row, place, self.names.index(probe.format))
             for row, probe in enumerate(probes)
@@ -71,7 +72,7 @@ class AnswerLoss(Objective):
         mine = (self.rows >= start) & (self.rows < start + len(logits))
         rows, places, parts = self.rows[mine], self.places[mine], self.parts[mine]
         targets = self.ids[rows, places].to(logits.device)
-        first = self.ids.shape[1] - self.positions
+        first = int(self.positions[0])
         chosen = logits[(rows - start).to(logits.device), (places - 1 - first).to(logits.device)].float()
         by_part = F.one_hot(parts, len(self.names)).float().to(logits.device)
         return F.cross_entropy(chosen, targets, reduction="none") @ by_part
@@ -93,13 +94,13 @@ class TextKL(Objective):
     """KL(teacher || restricted model) in nats per token, on every 8th of the last positions of running text.
 
     Attributes:
-        teacher: the teacher's logits [positions / 8, V] of each row, which `learn` takes over.
+        teacher: the teacher's logits [R, V] of each row, which `learn` takes over.
     """
 
     names = ("text",)
 
     def __init__(self, ids: Tensor, positions: int) -> None:
-        self.ids, self.positions = ids, positions
+        self.ids, self.positions = ids, torch.arange(ids.shape[1] - positions, ids.shape[1], KL_STRIDE)
         self.teacher: list[Tensor] = []
 
     @classmethod
@@ -112,22 +113,21 @@ class TextKL(Objective):
         return cls(torch.from_numpy(rows.astype(np.int64)), positions)
 
     def learn(self, logits: Tensor) -> None:
-        """Takes over the teacher's logits [B, positions, V] of the next rows."""
-        self.teacher.extend(logits[:, ::KL_STRIDE].clone())
+        """Takes over the teacher's logits [B, R, V] of the next rows."""
+        self.teacher.extend(logits)
 
     def sums(self, logits: Tensor, start: int) -> Tensor:
-        own = logits[:, ::KL_STRIDE]
-        total = own.new_zeros(1, dtype=torch.float32)
-        for row, student in enumerate(own):  # row by row: three copies in float32 of all would be large
+        total = logits.new_zeros(1, dtype=torch.float32)
+        for row, student in enumerate(logits):  # row by row: three copies in float32 of all would be large
             known = F.log_softmax(self.teacher[start + row].float(), -1)
             total = total + F.kl_div(F.log_softmax(student.float(), -1), known, reduction="sum", log_target=True)
         return total
 
     def counts(self) -> Tensor:
-        return torch.tensor([float(len(self.ids) * -(-self.positions // KL_STRIDE))])
+        return torch.tensor([float(len(self.ids) * len(self.positions))])
 
     def thinned(self, step: int) -> TextKL:
         """Every `step`-th row."""
-        chosen = TextKL(self.ids[::step], self.positions)
-        chosen.teacher = self.teacher[::step]
+        chosen = copy(self)
+        chosen.ids, chosen.teacher = self.ids[::step], self.teacher[::step]
         return chosen

@@ -91,7 +91,7 @@ def _measured(
     task.teacher.check_tokens(objective.ids)
     rounds = journal.rounds()
     show(len(rounds), task.count, f"continued after round {len(rounds)}" if rounds else None)
-    loaded = task.teacher.load_weights(options.torch_device)
+    loaded = task.teacher.load_weights(options.torch_device, options.torch_dtype)
     if task.positions is not None:
         place_positions(loaded, task.positions)
     model = SwitchableModel(sharing_copy(loaded), task.candidates, options.window, options.sinks)

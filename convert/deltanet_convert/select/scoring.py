@@ -64,13 +64,13 @@ class Scorer:
         self.model.forget()
         return base / objective.counts(), totals / objective.counts()
 
-    def gradients(self, objective: Objective, kept: Collection[Unit], weights: Tensor) -> Tensor:
+    def gradients(self, objective: Objective, gates: Tensor, weights: Tensor) -> Tensor:
         """Derivatives [L, KV] of the losses, weighted by `weights` [P], with respect to each head's gate.
 
-        The gate of a kept head is 1, of any other 0: its derivative is what a little of its full attention changes.
+        Args:
+            gates: [L, KV] float32, where they are taken; 0 for the first form of a head, 1 for the second (`blended`).
         """
-        self.model.keep(kept)
-        gates = self.model.full.float().to(self.device).requires_grad_()
+        gates = gates.to(self.device, copy=True).requires_grad_()
         scaled = (weights / objective.counts()).to(self.device)
         self.model.gates = gates
         work = list(self._batches(objective, GRADIENT_COST))
@@ -98,7 +98,7 @@ class Scorer:
         working = length * (6 * int(config.intermediate_size) + 8 * int(config.hidden_size)) * item
         if config._attn_implementation == "eager":
             working += 12 * int(config.num_attention_heads) * length**2 * (1 if cost == 1 else len(self.model.layers))
-        logits = objective.positions * int(config.vocab_size) * (item + 8)
+        logits = len(objective.positions) * int(config.vocab_size) * (item + 8)
         if self.device.type != "cuda":
             allowed = float(CPU_BYTES)
         else:
@@ -146,9 +146,14 @@ class ScaledLoss:
         before, scores = float(self.rescaled(base)), dict(zip(more, self.rescaled(losses).tolist(), strict=True))
         return {unit: before - score for unit, score in scores.items()}, scores
 
-    def gradients(self, kept: Collection[Unit]) -> Tensor:
+    def gradients(self, gates: Tensor) -> Tensor:
         """Derivatives [L, KV] of the score with respect to each head's gate; see `Scorer.gradients`."""
-        return self.scorer.gradients(self.objective, kept, self.weights)
+        return self.scorer.gradients(self.objective, gates, self.weights)
+
+    def gates(self, kept: Collection[Unit]) -> Tensor:
+        """Gates [L, KV] with these units whole and windows elsewhere; 1 for what is no candidate."""
+        self.scorer.model.keep(kept)
+        return self.scorer.model.full.float()
 
     def thinned(self, step: int) -> ScaledLoss:
         """The same on every `step`-th probe of each format, or row of text."""

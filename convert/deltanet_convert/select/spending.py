@@ -9,11 +9,11 @@ from deltanet_hf.mixers.cache.packed_reach import whole_window
 
 from .budget import Budget
 from .cache_sizes import CacheSizes
-from .units import Unit
+from .units import Unit, evenly
 
 SHORTEST = whole_window(1)  # tokens of a window; in a packed cache it takes one group
 TRIED = 10  # numbers of kept units besides 0, at most
-LONGEST = 16384  # tokens of the texts that ways to spend a budget are measured on, at most
+WHOLE_SHARE = 0.28  # of the bytes, for whole units whose number is not measured: as in the plans for 3.1 and 5.4 MB
 
 
 class Spending:
@@ -33,14 +33,16 @@ class Spending:
         self.most = budget.units_of_bytes(sizes, SHORTEST)
         self.longest = max(SHORTEST, min(sizes.at, int(sizes.teacher.config.max_position_embeddings)))
 
-    @property
-    def length(self) -> int:
-        """Tokens of the texts that allocations are measured on."""
-        return min(self.longest, LONGEST)
-
     def counts(self) -> list[int]:
         """The numbers of kept units that are tried, ascending."""
         return sorted({round(step * self.most / TRIED) for step in range(TRIED + 1)})
+
+    def usual_count(self) -> int:
+        """The number of kept units where numbers are not compared: their bytes beyond windows are `WHOLE_SHARE`."""
+        units, shortest = self.sizes.candidates.units, [SHORTEST] * self.sizes.teacher.num_layers
+        enough = self.sizes.total((), shortest) + WHOLE_SHARE * self.allowed
+        counts = range(1, self.most + 1)
+        return bisect.bisect_right(counts, enough, key=lambda count: self.sizes.total(evenly(units, count), shortest))
 
     def windows(self, kept: Sequence[Unit], shares: Sequence[float]) -> tuple[int, ...] | None:
         """The longest windows of the units that are not kept, by layer; None if the shortest take too much.

@@ -8,7 +8,7 @@ because the layers below the first one that is switched compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +33,17 @@ class SwitchableModel:
     """
 
     def __init__(self, model: PreTrainedModel, candidates: Candidates, window: int, sinks: int) -> None:
-        self.model, self.candidates, self.window, self.sinks = model, candidates, window, sinks
+        self.model, self.candidates, self.sinks = model, candidates, sinks
         config: Any = model.config
         self.config = config
         self.kv_heads = int(config.num_key_value_heads)
         self.groups = int(config.num_attention_heads) // self.kv_heads
         decoder: Any = model.model
         self.layers = decoder.layers
+        self.windows: Sequence[int] = [window] * len(self.layers)  # by layer
         self.full = torch.ones(len(self.layers), self.kv_heads, dtype=torch.bool)
         self.gates: Tensor | None = None  # [L, KV] float, while derivatives are taken (`blended`)
+        self.others: Sequence[int] | None = None  # windows that gates lead to, by layer; None for all tokens
         self._first = 0
         self._saved: list[Tensor | None] = [None] * len(self.layers)
         self._recording = False
@@ -63,12 +65,12 @@ class SwitchableModel:
         """Makes the model the teacher again."""
         self.full.fill_(True)
 
-    def logits(self, ids: Tensor, positions: int, *, record: bool = False) -> Tensor:
-        """Logits [B, positions, V] of the last positions of rows [B, T]; `record` keeps each layer's input."""
+    def logits(self, ids: Tensor, positions: Tensor, *, record: bool = False) -> Tensor:
+        """Logits [B, R, V] at the positions [R] of rows [B, T]; `record` keeps each layer's input."""
         self._first, self._recording = 0, record
         return self._run(ids, positions)
 
-    def logits_from(self, layer: int, ids: Tensor, positions: int) -> Tensor:
+    def logits_from(self, layer: int, ids: Tensor, positions: Tensor) -> Tensor:
         """As `logits`, beginning at `layer` with its input in the last recorded pass over the same rows."""
         self._first, self._recording = layer, False
         return self._run(ids, positions)
@@ -77,7 +79,7 @@ class SwitchableModel:
         """Frees the recorded activations."""
         self._saved = [None] * len(self.layers)
 
-    def _run(self, ids: Tensor, positions: int) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(ids, use_cache=False, logits_to_keep=positions).logits
         return logits
 
@@ -101,44 +103,50 @@ class SwitchableModel:
         def run(
             *, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None, **kwargs: Any
         ) -> Any:
-            def masked(full: Tensor) -> Any:
+            def masked(full: Tensor, window: int) -> Any:
                 whole = bool(full.all())
                 return forward(
                     hidden_states=hidden_states,
-                    attention_mask=attention_mask if whole else self._mask(index, full, hidden_states),
+                    attention_mask=attention_mask if whole else self._mask(index, full, window, hidden_states),
                     position_embeddings=position_embeddings if whole else position_embeddings[:2],
                     **kwargs,
                 )
 
-            full = self.full[index]
-            if self.gates is None and (len(position_embeddings) == 2 or bool((full == full[0]).all())):
-                return masked(full)
+            full, window = self.full[index], self.windows[index]
+            other = window if self.others is None else self.others[index]
+            alike = len(position_embeddings) == 2 or bool((full == full[0]).all())
+            if alike and (self.gates is None or (self.others is not None and other == window)):
+                return masked(full, window)
             gates = full.to(hidden_states) if self.gates is None else self.gates[index]
+            ends = (torch.zeros_like(full), torch.ones_like(full)) if self.others is None else (full, full)
             return blended(
-                attention.o_proj, gates.repeat_interleave(self.groups * attention.head_dim), masked, self.kv_heads
+                attention.o_proj,
+                gates.repeat_interleave(self.groups * attention.head_dim),
+                lambda: masked(ends[0], window),
+                lambda: masked(ends[1], other),
             )
 
         return run
 
-    def _mask(self, index: int, full: Tensor, hidden_states: Tensor) -> Tensor:
+    def _mask(self, index: int, full: Tensor, window: int, hidden_states: Tensor) -> Tensor:
         """Additive mask [1, 1 or H, T, T] of a layer whose key/value heads `full` [KV] are unrestricted."""
         length, dtype = hidden_states.shape[1], hidden_states.dtype
         family = sliding_window(self.config, index)
         heads = tuple(full.tolist())
-        key = (length, dtype, family, heads)
+        key = (length, dtype, family, heads, window)
         if key not in self._masks:
             if sum(mask.nbytes for mask in self._masks.values()) > MASK_BYTES:
                 self._masks.clear()
-            self._masks[key] = self._new_mask(length, family, full, hidden_states)
+            self._masks[key] = self._new_mask(length, family, full, window, hidden_states)
         return self._masks[key]
 
-    def _new_mask(self, length: int, family: int | None, full: Tensor, like: Tensor) -> Tensor:
+    def _new_mask(self, length: int, family: int | None, full: Tensor, window: int, like: Tensor) -> Tensor:
         token = torch.arange(length, device=like.device)
         distance = token.unsqueeze(1) - token
         causal = distance >= 0
         if family is not None:
             causal &= distance < family
-        near = causal & ((distance < self.window) | (token < self.sinks))
+        near = causal & ((distance < window) | (token < self.sinks))
         if bool(full.any()):
             by_head = full.repeat_interleave(self.groups).to(like.device).view(1, -1, 1, 1)
             sees = torch.where(by_head, causal, near)
@@ -147,16 +155,16 @@ class SwitchableModel:
         return torch.zeros_like(sees, dtype=like.dtype).masked_fill(~sees, torch.finfo(like.dtype).min)
 
 
-def blended(o_proj: nn.Module, gates: Tensor, attention: Callable[[Tensor], Any], kv_heads: int) -> Any:
-    """The output of attention whose heads are near + gate * (full - near), blended before the output projection.
+def blended(o_proj: nn.Module, gates: Tensor, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
+    """The output of attention whose heads are first + gate * (second - first), blended before the output projection.
 
-    Derivatives by the gates say what full attention of each key/value head would change.
+    Derivatives by the gates say what the second form of each key/value head would change.
 
-    The attention runs twice; the input of its output projection is taken from the first run and replaced in the second.
+    The input of the output projection is taken from the first run and replaced in the second.
 
     Args:
         gates: [H * D], a value per channel of the projection's input.
-        attention: runs the family's attention; its argument [KV] bool says which heads are unrestricted.
+        first, second: run the family's attention in its two forms.
     """
     seen: list[Tensor] = []
 
@@ -164,16 +172,15 @@ def blended(o_proj: nn.Module, gates: Tensor, attention: Callable[[Tensor], Any]
         seen.append(inputs[0])
 
     def blend(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        near, full = seen[0], inputs[0]
-        return (near + gates.to(near.dtype) * (full - near),)
+        return (seen[0] + gates.to(seen[0].dtype) * (inputs[0] - seen[0]),)
 
     handle = o_proj.register_forward_pre_hook(take)
     try:
-        attention(torch.zeros(kv_heads, dtype=torch.bool))
+        first()
     finally:
         handle.remove()
     handle = o_proj.register_forward_pre_hook(blend)
     try:
-        return attention(torch.ones(kv_heads, dtype=torch.bool))
+        return second()
     finally:
         handle.remove()

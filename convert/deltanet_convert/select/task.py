@@ -21,6 +21,7 @@ from .selection_file import Selection
 from .spending import Spending
 from .units import Candidates, Unit, evenly, every_nth
 
+LONGEST, LONGEST_PASSED_BACK = 16384, 4096  # tokens of a text, and of one that derivatives are taken on, at most
 TEXT_ROWS = 4  # rows of running text for `kl`, per probe of a format for the other methods
 
 
@@ -30,7 +31,7 @@ class SelectionTask:
 
     Attributes:
         budget: that of the options, or what `auto` stands for.
-        count: the number of units to keep; with `spending`, the most that may be.
+        count: the number of units to keep; with `spending`, the most that may be (`gradient`: its usual number).
         spread: what is kept where nothing is measured, by distance alone; None where the teacher is run.
         sizes: of caches at the length of a budget in bytes.
         spending: where windows are planned with the kept units: what the budget holds.
@@ -53,6 +54,12 @@ class SelectionTask:
     def length(self) -> int:
         """Tokens per probe."""
         return min(self.options.length, int(self.teacher.config.max_position_embeddings))
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of the texts that ways to spend a budget are measured on."""
+        assert self.spending is not None
+        return min(self.spending.longest, LONGEST_PASSED_BACK if self.options.method == "gradient" else LONGEST)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,6 +98,18 @@ class SelectionTask:
             local=self.candidates.local,
             planned_windows=windows,
         )
+
+    @property
+    def time(self) -> str:
+        """About how long it takes to measure, for people."""
+        on_gpu = self.options.torch_device.type == "cuda"
+        return "minutes" if on_gpu else "about ten minutes for 0.5B parameters on two cores"
+
+    def unmeasured(self) -> Selection:
+        """What takes the budget without a measurement: windows alone, all alike, or evenly spread units."""
+        if self.spending is None:
+            return self.selection(evenly(self.candidates.units, self.count), {})
+        return self.selection((), {}, self.spending.windows((), [1.0] * self.teacher.num_layers))
 
     def is_answered_by(self, found: Selection) -> bool:
         """Whether `found` came from this very task."""
@@ -134,7 +153,10 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     else:
         sizes = CacheSizes(teacher, candidates, at, table.cache_bits, kind)
         spending = Spending(budget, sizes) if planned else None
-        count = spending.most if spending else budget.units_of_bytes(sizes)
+        if spending is None:
+            count = budget.units_of_bytes(sizes)
+        else:
+            count = spending.usual_count() if options.method == "gradient" else spending.most
         longest = int(config.max_position_embeddings)
         if at > longest:
             notes.append(f"{budget.said}: the teacher's positions end at {longest}; only the bytes count.")

@@ -38,7 +38,7 @@ def print_selection(selection: Selection, task: SelectionTask, console: Console)
             highlight=False,
         )
     if task.spending is not None:
-        _print_allocations(selection, task.spending.length, console)
+        _print_allocations(selection, task.text_length, console)
     if (sizes := task.sizes) is not None:
         used, whole = size(sizes.total(selection.kept, selection.planned_windows)), size(sizes.teacher_bytes)
         console.print(f"At {sizes.at:,} tokens a sequence takes {used}, the teacher's {whole}.", highlight=False)

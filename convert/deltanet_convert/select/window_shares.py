@@ -24,16 +24,14 @@ def window_shares(
     kept: Sequence[Unit],
     windows: Sequence[int],
     shares: Sequence[float],
-    kl: float,
-    text_kls: Callable[[Sequence[Sequence[int]]], list[float]],
+    text_changes: Callable[[Sequence[Sequence[int]]], list[float]],
 ) -> list[float]:
     """The best of the shares for each layer; the first, 1, for layers without a window, which no share changes.
 
     Args:
         kept: units that stay whole.
         windows: those of the others, by layer, which fit the budget.
-        kl: the KL divergence with these.
-        text_kls: the KL divergence with each of others.
+        text_changes: what each of others changes in the KL divergence with these.
     """
     before = spending.sizes.total(kept, windows)
     measured: list[list[int]] = []
@@ -42,8 +40,8 @@ def window_shares(
         tried = [[*windows[:layer], spending.in_groups(window * share), *windows[layer + 1 :]] for share in shares]
         sizes.append([spending.sizes.total(kept, some) - before for some in tried])
         measured += [some for some, size in zip(tried, sizes[-1], strict=True) if size]
-    found = iter(text_kls(measured))
-    losses = [[next(found) if size else kl for size in row] for row in sizes]
+    found = iter(text_changes(measured))
+    losses = [[next(found) if size else 0.0 for size in row] for row in sizes]
     return [shares[place] for place in cheapest(losses, sizes, spending.allowed - before)]
 
 
