@@ -96,7 +96,7 @@ class GroupGatesCall(NamedTuple):
 
 def check_group_gates(call: GroupGatesCall) -> None:
     """Check the arguments of a call; raises ValueError or TypeError."""
-    check_gate_values(GateValuesCall(*call[:4], call.limit))
+    check_gate_values(GateValuesCall(call.a, call.b, call.A_log, call.dt_bias, call.limit))
     checks.check_length(call.length, call.a)
     if call.groups < 0:
         raise ValueError(f"groups: got {call.groups}, needs at least 0")

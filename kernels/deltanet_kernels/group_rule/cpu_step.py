@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
@@ -24,7 +25,9 @@ def torch_group_gates(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Ten
     left = (end - 1 - hidden).div(GROUP, rounding_mode="floor") * GROUP
     writes = ((token >= call.sinks) & (token < left))[: max(T - hidden, 0), None]
     at = (token % places).where((token < end) & (token >= end - places), places)
-    gates = [x.bfloat16() for x in torch_gate_values(GateValuesCall(*call[:4], call.limit))]
+    gates = [
+        x.bfloat16() for x in torch_gate_values(GateValuesCall(call.a, call.b, call.A_log, call.dt_bias, call.limit))
+    ]
     waiting = [x.new_zeros(B, places + 1, H).index_copy_(1, at, x)[:, :-1].contiguous() for x in gates]
     g, beta = (x[:, : len(writes)].float() * writes for x in gates)
     return g, beta, *waiting  # type: ignore[return-value]
@@ -38,23 +41,24 @@ def torch_group_step_(call: GroupStepCall) -> Tensor:
     if call.state_scale is not None:
         state = state * call.state_scale.to(wide).unsqueeze(-1)
     leaves = (number % GROUP == 0) & (number >= GROUP * (groups + 1))
-    if bool(leaves.any()):
-        rows = row[leaves]
-        first = number[leaves] - GROUP * (groups + 1)
-        own = [x[rows, :, first // GROUP % groups].unsqueeze(2) for x in cache[:4]]
+    if is_observed() or bool(leaves.any()):
+        first = (number - GROUP * (groups + 1)).clamp_min(0)
+        own = [x[row, :, first // GROUP % groups].unsqueeze(2) for x in cache[:4]]
         k, v = (x.transpose(1, 2).to(wide) for x in unpacked(own, q.dtype, cache.key_order))
         times = state.shape[1] // k.shape[2]
         token = first[:, None] + torch.arange(GROUP, device=q.device)
         kept = (token >= call.sinks).unsqueeze(-1)
-        g, beta = (x[rows[:, None], token % x.shape[1]].to(wide) * kept for x in (call.g, call.beta))
+        g, beta = (x[row[:, None], token % x.shape[1]].to(wide) * kept for x in (call.g, call.beta))
         k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
-        rule = RuleCall(k, k, v, g, beta, None, state[rows], True, True)
-        state[rows] = after = torch_recurrent_gated_delta_rule(rule)[1]
-        if call.state_scale is None:
-            call.state[rows] = after.to(call.state.dtype)
-        else:
+        after = torch_recurrent_gated_delta_rule(RuleCall(k, k, v, g, beta, None, state, True, True))[1]
+        assert after is not None
+        changed = leaves.view(-1, 1, 1, 1)
+        state = after.where(changed, state)
+        codes = after
+        if call.state_scale is not None:
             codes, scale = rounded_to_8_bits(after)
-            call.state[rows], call.state_scale[rows] = codes, scale.to(call.state_scale.dtype)
+            call.state_scale.copy_(scale.where(changed[..., 0], call.state_scale))
+        call.state.copy_(codes.to(call.state.dtype).where(changed, call.state))
     gates = torch_gate_values(GateValuesCall(call.a, call.b, call.A_log, call.dt_bias, call.limit))
     for held, new in zip((call.g, call.beta), gates, strict=True):
         held[row, number % held.shape[1]] = new[:, 0].to(held.dtype)
