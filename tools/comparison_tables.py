@@ -78,9 +78,10 @@ def front(path: Path) -> str:
     if not results.exists():
         return ""
     layout, rows = _read(path)
+    items = load_items(results)
 
     def ahead(run: str, baseline: str | None) -> Ahead:
-        return compared(load_items(results, run), load_items(results, baseline)) if baseline else {}
+        return compared(items[run], items[baseline]) if baseline else {}
 
     def label(entry: dict[str, str]) -> str:
         return entry["label"] + " ‡" * (rows[entry["run"]].get("unpacked_bits") == 16)

@@ -210,7 +210,7 @@ def test_a_row_of_the_front_with_suites(
     out = tmp_path / "front.json"
     front.main(arrays, out, str(teacher_folder), teacher_bits=[4], tasks=tmp_path)
     (row,) = json.loads(out.read_text())
-    items = front.load_items(out, "teacher@4")
+    items = front.load_items(out)["teacher@4"]
     assert (row["run"], row["kind"], row["bits"], row["ifeval"]) == ("teacher@4", "teacher", 4, None)
     assert row["missing"]["ifeval"] == "no ifeval/train.jsonl"
     assert "completion" not in row["missing"]
@@ -305,7 +305,7 @@ def test_a_row_of_learned_eviction(
     heads = Heads.of(load_for_measure(str(teacher_folder), torch.device("cpu")).config, kept, (33, 33, 65, 33))
     assert row["mb_32k"] == pytest.approx(heads.bytes(32768, row["share"]) / 1e6, rel=1e-2)
     assert row["kl_4k"] > row["kl_1k"] > 0  # of texts of 200 and 64 tokens
-    assert round(front.load_items(out, row["run"]).bytes / 1e6, 3) == row["mb_2k"]
+    assert round(front.load_items(out)[row["run"]].bytes / 1e6, 3) == row["mb_2k"]
     with pytest.raises(UserError, match=r"^--text \S+: has 1,000 tokens, and 2,048 are trained on; lower --tokens$"):
         eviction.main(arrays, out, *given, "25%", **{**options, "tokens": 2048})
     with pytest.raises(UserError, match=r"^--keep 3: expected a share of older tokens such as 25%, or bytes"):

@@ -61,13 +61,14 @@ def triples(found: Any) -> Iterator[str]:
 
 def test_the_front_follows_from_the_outcomes_of_its_items() -> None:
     """Every value and error of a row is that of its kept windows and probes."""
-    for path in sorted((ROOT / "recipes/results").glob("*-items")):
-        check_items(path.with_name(f"{path.name.removesuffix('-items')}.json"))
+    for path in sorted((ROOT / "recipes/results").glob("*-items.json.xz")):
+        check_items(path.with_name(path.name.replace("-items.json.xz", ".json")))
 
 
 def check_items(results: Path) -> None:
+    items = load_items(results)
     for row in json.loads(results.read_text()):
-        clusters = {**load_items(results, row["run"]).clusters}
+        clusters = {**items[row["run"]].clusters}
         if "top1_4k" in clusters:
             clusters["top1"] = clusters["top1_4k"]
         for name in [name for name in (*KL, *SHARES) if row.get(name) is not None]:
