@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_convert.select import Selection
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import WindowPolicy
+from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.models.cache_bits import set_cache_bits
@@ -23,7 +24,7 @@ from measuring.eviction import __main__ as eviction
 from measuring.eviction import gates
 from measuring.eviction.gates import Heads
 from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, task_suites
-from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
 from support.tiny_models import tiny_mixture, tiny_table, tiny_teacher

@@ -32,12 +32,14 @@ from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy, longest_window
 from deltanet_hf.evaluation.measures.decoding_mode import GRAPH
+from deltanet_hf.evaluation.measures.measure import Measured
+from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable
 from measuring.benchmarks.model_at_points import ModelAtPoints
 from measuring.rows import RowFile
-from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.hybrid_row import figures, layer_facts, shown
 from measuring.study.made_by import commands, flags
 from measuring.study.results_row import load_for_measure, run_facts
@@ -69,8 +71,9 @@ def _items(results: Path) -> RowFile:
 
 
 def save_items(results: Path, run: str, measured: Measured) -> None:
-    """Keep the outcomes of a row's windows and probes."""
-    _items(results).add({"run": run, **measured.to_dict()})
+    """Keep the outcomes of a row's windows and probes, to five digits."""
+    rounded = {name: Clusters(part.sums.round(5), part.sizes) for name, part in measured.clusters.items()}
+    _items(results).add({"run": run, **Measured(measured.bytes, rounded).to_dict()})
 
 
 def load_items(results: Path) -> dict[str, Measured]:

@@ -27,6 +27,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.free_policies import SINKS
+from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
@@ -34,7 +35,6 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import SOFTMAX
 from measuring.study import task_suites
-from measuring.study.hybrid_measure import Measured
 from measuring.study.results_row import run_facts
 from measuring.study.shared_figures import SharedFigures
 
@@ -63,11 +63,9 @@ def figures(measured: Measured, references: SharedFigures) -> dict[str, Any]:
         _put(row, "bigram", relative_score(clusters["bigram"], teacher["bigram"], control["bigram"]), 100)
         _put(row, "bigram_kl", clusters["bigram_kl"].score)
     for name, loss in PERPLEXITIES.items():
-        mean = clusters[loss].score
-        value = math.exp(min(mean.value, 700.0))
-        _put(row, name, Score(value, value * mean.stderr, mean.items))
+        _put(row, name, clusters[loss].perplexity)
     row["relative"], row["cells"] = {}, {}
-    for name in [name for name in clusters if f"{name}.nats" in clusters]:
+    for name in measured.probes:
         _put(row["relative"], name, relative_score(clusters[name], teacher[name], control[name]), 100)
         cell: dict[str, Any] = {}
         _put(cell, "exact", clusters[name].score, 100)
