@@ -54,7 +54,7 @@ def text_settings(arrays: Path, teacher: Forward, limit: int | None = None) -> S
     with gzip.open(arrays / "lastword.json.gz", "rt") as file:
         cases: dict[str, list[list[list[int]]]] = json.load(file)
     words = {
-        f"lastword.{name}": [TokenRequest.truncated(*case, LONGEST) for case in some[:limit]]
+        f"lastword.{name}": [TokenRequest.truncated(context, word, LONGEST) for context, word in some[:limit]]
         for name, some in cases.items()
     }
     return Settings(texts, teacher, words=words)
