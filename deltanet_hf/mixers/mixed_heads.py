@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.head_split import narrow_attention, narrow_weights
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
-from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.settings import MixerSettings, check_choice
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 
@@ -83,8 +83,8 @@ class MixedHeadsSettings(MixerSettings):
         return {kind: self.indices(kind) for kind in BRANCHES if kind in self.heads}
 
 
-def _linear_mixer(name: Any, where: str) -> type[Mixer]:
-    known = {name: kind for name, kind in MixedHeadsSettings.mixers.items() if issubclass(kind, Mixer)}
+def _linear_mixer(name: Any, where: str) -> type[LayerKind]:
+    known = {name: kind for name, kind in MixedHeadsSettings.mixers.items() if kind.has_state}
     check_choice(where, "linear_mixer", name, tuple(known))
     return known[name]
 
@@ -150,6 +150,10 @@ class MixedHeads(LayerKind, nn.Module):
         return {kind: getattr(self, kind) for kind in self.kinds}
 
     @property
+    def branch_heads(self) -> dict[str, Any]:
+        return {kind: heads for kind, heads in self.settings.branches.items()}
+
+    @property
     def full_title(self) -> str:
         titles = {kind: getattr(branch, "full_title", "softmax") for kind, branch in self.branches.items()}
         parts = [f"{titles[kind]} ({len(heads)})" for kind, heads in self.settings.branches.items()]
@@ -186,13 +190,12 @@ class MixedHeads(LayerKind, nn.Module):
         return {
             f"{kind}.{name}": shape
             for kind, branch in self.branches.items()
-            if isinstance(branch, LayerKind)
-            for name, shape in branch.state_shapes(dtype).items()
+            for name, shape in kind_of(branch).state_shapes(dtype).items()
         }
 
     def largest_counts(self) -> dict[str, int]:
-        kinds = [(kind, branch) for kind, branch in self.branches.items() if isinstance(branch, LayerKind)]
-        return {f"{kind}.{name}": most for kind, branch in kinds for name, most in branch.largest_counts().items()}
+        counts = {kind: kind_of(branch).largest_counts() for kind, branch in self.branches.items()}
+        return {f"{kind}.{name}": most for kind, own in counts.items() for name, most in own.items()}
 
     def forward(
         self,

@@ -7,16 +7,14 @@ and packs them in the cache (`packed_tokens.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of, softmax_bytes
-from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.attention.family_attention import kind_of
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_hf.models.unwrapped import unwrapped
 from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, is_packable
@@ -68,10 +66,7 @@ def use_cache_bits(model: Any, bits: int) -> None:
 def use_bits_in(attention: Any, bits: int) -> None:
     """`use_cache_bits` for the attention of one layer."""
     for branch in branches_of(attention).values():
-        if isinstance(branch, LayerKind):
-            branch.use_cache_bits(bits)
-        else:
-            pack_softmax(branch, bits)
+        kind_of(branch).use_cache_bits(bits)
 
 
 def add_key_order(model: PreTrainedModel) -> None:
@@ -86,13 +81,9 @@ def add_key_order(model: PreTrainedModel) -> None:
             attention.register_buffer(KEY_ORDER, order)
 
 
-def softmax_parts(attention: Any) -> Iterator[tuple[Any, int]]:
-    """The modules of a layer's attention that keep keys and values, and their numbers of key/value heads."""
-    for branch in branches_of(attention).values():
-        if not isinstance(branch, Mixer):
-            yield branch, int(branch.config.num_key_value_heads)
-        elif branch.window_branch is not None:
-            yield branch.window_branch, branch.window_branch.kv_heads
+def softmax_parts(attention: Any) -> list[tuple[Any, int]]:
+    """`LayerKind.softmax_parts` of all branches of a layer's attention."""
+    return [part for branch in branches_of(attention).values() for part in kind_of(branch).softmax_parts]
 
 
 def cache_bits_of(model: PreTrainedModel) -> int:
@@ -115,8 +106,4 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dt
 
 def layer_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
     """`stored_bytes` of the attention of one layer of a model of this dtype."""
-    call = dtype, tokens, bits
-    return sum(
-        branch.stored_bytes(*call) if isinstance(branch, LayerKind) else softmax_bytes(branch, *call)
-        for branch in branches_of(attention).values()
-    )
+    return sum(kind_of(branch).stored_bytes(dtype, tokens, bits) for branch in branches_of(attention).values())

@@ -12,12 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.window_softmax import blocks_pay
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.model_sizes import head_size, mlp_size
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.window.cpu import block_size
@@ -140,12 +138,13 @@ def _layer_sizes(layer: nn.Module, mixer: Any, attention: int, used_experts: int
 
 def _softmax_sizes(attention: Any) -> Iterator[SoftmaxSizes]:
     for branch in branches_of(attention).values():
-        window = branch.settings.window if isinstance(branch, WindowAttention) else None
-        if isinstance(branch, Mixer):
-            if (beside := branch.window_branch) is not None:
+        kind = kind_of(branch)
+        if kind.has_state:
+            for beside, _ in kind.softmax_parts:
                 yield SoftmaxSizes(beside.heads, beside.window, with_state=True)
-        elif window or not isinstance(branch, LayerKind):
-            sizes = [size for size in (window, sliding_window(branch.config, branch.layer_idx)) if size is not None]
+        elif not kind.new_parts():
+            of_family = sliding_window(branch.config, branch.layer_idx)
+            sizes = [size for size in (kind.window_tokens, of_family) if size is not None]
             yield SoftmaxSizes(branch.config.num_attention_heads, min(sizes, default=None), with_state=False)
 
 

@@ -30,9 +30,7 @@ from deltanet_hf.evaluation.free_policies import SINKS
 from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
-from deltanet_hf.mixers.layer.layer_kind import LayerKind
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.layers import SOFTMAX
 from measuring.study import task_suites
 from measuring.study.results_row import run_facts
@@ -115,13 +113,13 @@ def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
     heads: list[list[int]] = []
     for index, layer in enumerate(model.model.layers):
         attention = layer.self_attn
-        name = attention.name if isinstance(attention, LayerKind) else SOFTMAX
+        kind = kind_of(attention)
+        name = kind.name
         if name == SOFTMAX:
             kept.append(index)
-        elif isinstance(attention, MixedHeads):
-            heads += [[index, head] for head in attention.settings.indices("softmax")]
-        elif window := getattr(attention.settings, "window", 0):
-            name = f"{name} {window}" if name == WindowAttention.name else f"{name}+window {window}"
+        heads += [[index, head] for head in kind.branch_heads.get(SOFTMAX, ())]
+        if kind.window_tokens:
+            name += f"{'+window' if kind.has_state else ''} {kind.window_tokens}"
         kinds[name] = kinds.get(name, 0) + 1
     return {"kinds": kinds, "kept": kept, **({"kept_heads": heads} if heads else {})}
 
