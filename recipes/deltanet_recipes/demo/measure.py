@@ -71,11 +71,11 @@ class DemoMeasure:
         repeats = torch.cat([parts, parts[:, :PASSAGE]], dim=1)
         texts = {"running": Text(running, block=BLOCK), "repeat": Text(repeats, PASSAGE, PART, compared=False)}
         with torch.inference_mode():
-            taught = self.teacher(running, use_cache=False).logits
+            hidden = self.teacher.model(running, use_cache=False).last_hidden_state
 
         def teacher(ids: Tensor, use_cache: bool, logits_to_keep: Tensor) -> Any:
             """The teacher on the running text, which it reads once for all rows."""
-            return SimpleNamespace(logits=taught[:, logits_to_keep])
+            return SimpleNamespace(logits=self.teacher.lm_head(hidden[:, logits_to_keep]))
 
         self._settings = Settings(texts, teacher)
 

@@ -91,9 +91,9 @@ class HybridMeasure:
     def control(self) -> Measured:
         """The teacher without what is to be recalled: probes without facts, bigrams with a short context."""
         found, teacher, parts = measure(self.teacher, self.settings.without_facts()), self.teacher, []
+        rows = token_budget(teacher) // (2 * CONTEXT)
         for name, distances in self.distances.items():
-            cut = self.windows[name].to(teacher.device)
-            hits = short_context_hits(teacher, cut, CONTEXT, token_budget(teacher) // CONTEXT, self.prefix)
+            hits = short_context_hits(teacher, self.windows[name].to(teacher.device), CONTEXT, rows, self.prefix)
             parts.append(clusters_where(hits, in_range(distances, FAR)))
         if parts:
             found.clusters["bigram"] = Clusters.joined(parts)
