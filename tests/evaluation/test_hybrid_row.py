@@ -70,7 +70,7 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     assert "free" not in teacher
     assert hybrid["kinds"] == {"gated_deltanet": 2, "softmax": 2}
     assert hybrid["kept"] == [1, 3]
-    assert (hybrid["tokens"], hybrid["seed"], hybrid["suite"]) == (0, None, None)
+    assert (hybrid["tokens"], hybrid["seed"]) == (0, None)
     assert teacher["mb_2k"] == pytest.approx(4 * 128 * 2 * 2 * 8 * 4 / 1e6, abs=1e-3)
     for key in ("kl_1k", "kl_4k"):
         assert teacher[key] == pytest.approx(0, abs=1e-4)

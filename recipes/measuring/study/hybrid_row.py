@@ -131,7 +131,7 @@ def make_row(name: str, folder: Path, model: Any, references: SharedFigures, fre
     facts = layer_facts(model)
     run = run_facts(folder)
     row: dict[str, Any] = {"run": name, **facts, "tokens": run.get("tokens", 0), "seed": run.get("seed")}
-    row |= {**figures(student, references), "suite": None}
+    row |= figures(student, references)
     heads = tuple((layer, head) for layer, head in facts.get("kept_heads", ()))
     kept: dict[str, Any] = {"free": (tuple(facts["kept"]), heads), "free_window": ((), ())}
     is_teacher = getattr(model.config, "deltanet", None) is None
