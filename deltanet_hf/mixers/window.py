@@ -65,6 +65,7 @@ class WindowAttention(LayerKind):
     Settings: ClassVar[type[MixerSettings]] = WindowSettings
     new_weights: ClassVar[bool] = False
     in_tables: ClassVar[str] = "local"
+    reads_further: ClassVar[bool] = True
 
     settings: WindowSettings
     layer_idx: int

@@ -18,6 +18,7 @@ class FamilyAttention(LayerKind):
     name: ClassVar[str] = "softmax"
     title: ClassVar[str] = "softmax"
     keeps_all_tokens: ClassVar[bool] = True
+    reads_further: ClassVar[bool] = True
 
     def __init__(self, attention: Any) -> None:
         self.attention = attention
