@@ -1,4 +1,4 @@
-"""Estimates memory and time of each stage and prints them as a table before training."""
+"""Shows memory and time of each stage as a table before training."""
 
 from __future__ import annotations
 
@@ -7,64 +7,20 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
 
 from deltanet_convert.device import thread_count
-from deltanet_recipes.schema import Stage, stage_name, stage_tokens
-from deltanet_recipes.training.feeds import micro_batch_rows
-from deltanet_recipes.training.flops import Flops, training_flops
+from deltanet_recipes.schema import Stage, stage_name
+from deltanet_recipes.training.estimate import LESS_MEMORY, Estimate
 from deltanet_recipes.training.logbook import Logbook
-from deltanet_recipes.training.memory_estimate import LESS_MEMORY, Memory, stage_memory
 from deltanet_recipes.training.runtime import Runtime
-from deltanet_recipes.training.sizes import ModelSizes, StageSizes, stage_sizes
 
 UTILISATION = 0.25  # share of the measured rate of matrix products that a training step of a small model reaches
 PLAN = "plan.json"
 _CPU_NOTE = "; memory: resident, with all libraries"
-
-
-class Estimate(NamedTuple):
-    """The estimate of a stage.
-
-    Attributes:
-        rows: rows that one process works on at once.
-        sizes: among others, the numbers of trained weights.
-        peak: parts of the peak memory of one process.
-        flops: floating-point operations per training token; for layerwise alignment, of all layers together.
-        disk: bytes of the teacher's activations that all processes together keep on disk.
-    """
-
-    rows: int
-    sizes: StageSizes
-    peak: Memory
-    flops: Flops
-    disk: int
-
-
-def estimates(
-    stages: Sequence[Stage], student: PreTrainedModel, runtime: Runtime, holdout_tokens: int
-) -> list[Estimate]:
-    """Estimates of consecutive stages.
-
-    Args:
-        student: the model before the first of the stages; only shapes and dtypes are read.
-        holdout_tokens: tokens that are evaluated on.
-    """
-    models, found = ModelSizes.of(student), []
-    for stage, sizes in zip(stages, stage_sizes(student, stages), strict=True):
-        rows, disk = micro_batch_rows(stage, runtime.world), 0
-        peak = stage_memory(stage, models, sizes, rows, runtime)
-        if stage.layerwise:
-            # Hidden states, attention inputs and attention outputs, which every process keeps for itself.
-            values = 3 * models.hidden * (stage_tokens(stage) + holdout_tokens)
-            disk = (2 if runtime.bf16 else 4) * values * runtime.world
-        found.append(Estimate(rows, sizes, peak, training_flops(stage, models, sizes), disk))
-    return found
 
 
 def show_plan(
@@ -74,8 +30,8 @@ def show_plan(
     rows = [
         {
             "stage": stage_name(stage),
-            "mixer_parameters": found.sizes.in_mixers,
-            "rest_parameters": found.sizes.rest,
+            "mixer_parameters": found.in_mixers,
+            "rest_parameters": found.rest,
             "memory_gib": found.peak.total / 2**30,
             "memory_parts": asdict(found.peak),
             "flops_per_token": asdict(found.flops),
@@ -105,8 +61,8 @@ def print_plan(title: str, plan: Sequence[tuple[Stage, Estimate]], runtime: Runt
         on_disk = [f"{found.disk / 2**30:.1f} GiB" if found.disk else "-"] if disk else []
         table.add_row(
             stage_name(stage),
-            f"{found.sizes.in_mixers / 1e6:.1f}M",
-            f"{found.sizes.rest / 1e6:.1f}M",
+            f"{found.in_mixers / 1e6:.1f}M",
+            f"{found.rest / 1e6:.1f}M",
             _count(stage.steps * stage.batch_tokens),
             f"{stage.steps:,} x {stage.batch_tokens:,}",
             f"{found.rows} x {stage.sequence_length:,}",
