@@ -160,6 +160,25 @@ class MixedHeads(LayerKind, nn.Module):
         return f"{self.title}: {', '.join(parts)}"
 
     @property
+    def _kinds(self) -> dict[str, LayerKind]:
+        return {name: kind_of(branch) for name, branch in self.branches.items()}
+
+    @property
+    def softmax_parts(self) -> list[tuple[Any, int]]:
+        return [part for kind in self._kinds.values() for part in kind.softmax_parts]
+
+    def use_cache_bits(self, bits: int) -> None:
+        for kind in self._kinds.values():
+            kind.use_cache_bits(bits)
+
+    def use_window(self, tokens: int) -> None:
+        for kind in self._kinds.values():
+            kind.use_window(tokens)
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        return sum(kind.stored_bytes(dtype, tokens, bits) for kind in self._kinds.values())
+
+    @property
     def growing_heads(self) -> int:
         return len(self.settings.indices("softmax"))
 
@@ -189,13 +208,16 @@ class MixedHeads(LayerKind, nn.Module):
         """As in the base class, of the branches `window` and `linear`, with their names before those of the tensors."""
         return {
             f"{kind}.{name}": shape
-            for kind, branch in self.branches.items()
-            for name, shape in kind_of(branch).state_shapes(dtype).items()
+            for kind, branch in self._kinds.items()
+            for name, shape in branch.state_shapes(dtype).items()
         }
 
     def largest_counts(self) -> dict[str, int]:
-        counts = {kind: kind_of(branch).largest_counts() for kind, branch in self.branches.items()}
-        return {f"{kind}.{name}": most for kind, own in counts.items() for name, most in own.items()}
+        return {
+            f"{kind}.{name}": most
+            for kind, branch in self._kinds.items()
+            for name, most in branch.largest_counts().items()
+        }
 
     def forward(
         self,

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.family_attention import kind_of
-from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_hf.models.unwrapped import unwrapped
 from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, is_packable
@@ -52,21 +51,16 @@ def use_cache_bits(model: Any, bits: int) -> None:
         attention = getattr(layer, "self_attn", None)
         if attention is None:  # a linear layer of Qwen3.5
             continue
-        for part, _ in softmax_parts(attention) if bits < 16 else ():
+        kind = kind_of(attention)
+        for part, _ in kind.softmax_parts if bits < 16 else ():
             if not is_packable(part.head_dim):
                 raise UserError(
                     f"cache bits: got heads of {part.head_dim} channels, of which {bits} bits need a multiple of "
                     f"{GROUP} or an even number below; use 16"
                 )
-        use_bits_in(attention, bits)
+        kind.use_cache_bits(bits)
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
-
-
-def use_bits_in(attention: Any, bits: int) -> None:
-    """`use_cache_bits` for the attention of one layer."""
-    for branch in branches_of(attention).values():
-        kind_of(branch).use_cache_bits(bits)
 
 
 def add_key_order(model: PreTrainedModel) -> None:
@@ -76,14 +70,9 @@ def add_key_order(model: PreTrainedModel) -> None:
     """
     decoder: Any = model.model
     for layer in decoder.layers:
-        for attention, heads in softmax_parts(layer.self_attn):
+        for attention, heads in kind_of(layer.self_attn).softmax_parts:
             order = torch.arange(attention.head_dim).expand(heads, 2, -1).contiguous()
             attention.register_buffer(KEY_ORDER, order)
-
-
-def softmax_parts(attention: Any) -> list[tuple[Any, int]]:
-    """`LayerKind.softmax_parts` of all branches of a layer's attention."""
-    return [part for branch in branches_of(attention).values() for part in kind_of(branch).softmax_parts]
 
 
 def cache_bits_of(model: PreTrainedModel) -> int:
@@ -106,4 +95,4 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dt
 
 def layer_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
     """`stored_bytes` of the attention of one layer of a model of this dtype."""
-    return sum(kind_of(branch).stored_bytes(dtype, tokens, bits) for branch in branches_of(attention).values())
+    return kind_of(attention).stored_bytes(dtype, tokens, bits)

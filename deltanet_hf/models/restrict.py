@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.head_split import narrow_weights
-from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.stateful import make_stateful
@@ -110,8 +109,7 @@ def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
     """Give all windows of a model other lengths, by layer."""
     decoder: Any = model.model
     for layer, window in zip(decoder.layers, windows, strict=True):
-        for branch in branches_of(layer.self_attn).values():
-            kind_of(branch).use_window(window)
+        kind_of(layer.self_attn).use_window(window)
 
 
 def _restricted(model: Any) -> Any:

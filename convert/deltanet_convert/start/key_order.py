@@ -20,7 +20,7 @@ from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.packed_reach import key_ranges
 from deltanet_hf.mixers.layer.layer_kind import branches_of
-from deltanet_hf.models.cache_bits import KEY_ORDER, softmax_parts
+from deltanet_hf.models.cache_bits import KEY_ORDER
 from deltanet_hf.models.families import HALF_ANGLES
 from deltanet_kernels.packed_cache.layout import key_bits
 
@@ -66,7 +66,7 @@ def set_key_order(attention: Any, order: Tensor) -> None:
     heads = kind_of(attention).branch_heads
     for name, branch in branches_of(attention).items():
         own = order[heads[name]]
-        for part, count in softmax_parts(branch):
+        for part, count in kind_of(branch).softmax_parts:
             part.register_buffer(KEY_ORDER, own.repeat_interleave(count // len(own), dim=0))
 
 
