@@ -81,9 +81,10 @@ def front(path: Path) -> str:
     if not results.exists():
         return ""
     layout, row_of = _read(path)
+    items = load_items(results)
 
     def ahead(run: str, baseline: str | None) -> Ahead:
-        return compared(load_items(results, run), load_items(results, baseline)) if baseline else {}
+        return compared(items[run], items[baseline]) if baseline else {}
 
     def line(entry: dict[str, str]) -> Line:
         row = row_of(entry)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
 from deltanet_hf.mixers import LayerKind, Mixer
+from deltanet_hf.mixers.attention.family_attention import kind_of
 
 from .layer_stream import Head
 
@@ -73,7 +74,7 @@ def softmax_error(attention: Any, layer: LayerKind, inputs: Tensor, kwargs: dict
 
 def _softmax_form(attention: Any, layer: Any) -> Any:
     """The attention with the weights of a layer; of a branch without a recurrent state, with all of its weights."""
-    if not isinstance(layer, Mixer):
+    if not kind_of(layer).has_state:
         weights = layer.state_dict()
         attention.load_state_dict({name: weights[name] for name in attention.state_dict()})
         return attention

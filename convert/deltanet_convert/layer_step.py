@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.parts import Part
-from deltanet_hf.models.cache_bits import use_bits_in
 from deltanet_hf.models.far_positions import FarRotary, make_far
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, LayerTable
 from deltanet_hf.process_memory import give_back_freed_memory
@@ -119,7 +119,7 @@ class LayerStep:
         if work.key_order is not None:
             set_key_order(new, work.key_order)
         _round(layer, self.dtype)
-        use_bits_in(new, LayerTable.of(self.student.config).cache_bits)
+        kind_of(new).use_cache_bits(LayerTable.of(self.student.config).cache_bits)
         if changes:
             figures |= dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, self._of_student(kwargs))))
         _advance(layer, activations.student, self._of_student(kwargs))

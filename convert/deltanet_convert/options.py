@@ -212,10 +212,11 @@ class ConvertOptions(Options):
             values = {**values, "layers": None, "keep": keep_of_layers(str(layers))}
         if values.get("pure") or values.get("profile") == "qwen3_5":  # whose layer has no window
             return values
-        from deltanet_hf.mixers import MIXERS, AttentionKind
+        from deltanet_hf.mixers import MIXERS
 
-        keeps_all_tokens = issubclass(MIXERS.get(values.get("mixer", ""), object), AttentionKind)
-        chosen = {"keep": "none", "cache_bits": 16} if keeps_all_tokens else {"keep": AUTO, "cache_bits": 4}
+        mixer = MIXERS.get(values.get("mixer", DEFAULT_MIXER))
+        whole = mixer is not None and mixer.keeps_all_tokens
+        chosen = {"keep": "none", "cache_bits": 16} if whole else {"keep": AUTO, "cache_bits": 4}
         return {**chosen, "mixer": DEFAULT_MIXER, **values}
 
     @model_validator(mode="after")
@@ -282,10 +283,9 @@ class ConvertOptions(Options):
             UserError: the profile is for an export, which has heads of one kind in each layer, or the mixer is for
                 complete layers.
         """
-        from deltanet_hf.mixers import AttentionKind
         from deltanet_hf.models.layers import LayerTable
 
-        if issubclass(self._recommended()[0], AttentionKind):
+        if self._recommended()[0].keeps_all_tokens:
             raise UserError(
                 f"--mixer {self.mixer}: keeps all tokens in every head, and --keep keeps single heads softmax; "
                 "select whole layers (--unit layer)"

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.models.layers import layers_with_states
 
 
-def linear_layers(model: PreTrainedModel) -> list[Mixer]:
+def linear_layers(model: PreTrainedModel) -> list[Any]:
     """The layers of a converted model with a recurrent state, in order. Raises UserError if there are none."""
-    layers = [module for module in model.modules() if isinstance(module, Mixer)]
+    layers = layers_with_states(model)
     if not layers:
         raise UserError(
             f"{type(model).__name__}: no layer with a recurrent state; this baseline needs a converted model"

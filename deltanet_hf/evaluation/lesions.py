@@ -5,13 +5,16 @@ A lesion changes the model in place and needs no training.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
-from deltanet_hf.mixers.layer.window_branch import WindowBranch
+from deltanet_hf.mixers.attention.family_attention import kind_of
+from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.models.layers import SOFTMAX, layers_with_states
 
 
 def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
@@ -20,7 +23,7 @@ def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
     Raises UserError if there is none.
     """
     branches = (branch for layer in model.model.layers for branch in branches_of(layer.self_attn).values())
-    found: list[nn.Module] = [branch for branch in branches if not isinstance(branch, LayerKind)]
+    found: list[nn.Module] = [branch for branch in branches if kind_of(branch).name == SOFTMAX]
     if not found:
         raise UserError(f"{type(model).__name__}: no layer with softmax attention; this lesion needs one")
 
@@ -44,7 +47,7 @@ def switch_off_state(model: PreTrainedModel) -> PreTrainedModel:
 
 def _fix_share(model: PreTrainedModel, share: float) -> PreTrainedModel:
     """Give the state this share of the output, at every token and head."""
-    branches = [module for module in model.modules() if isinstance(module, WindowBranch)]
+    branches: list[Any] = [part for layer in layers_with_states(model) for part, _ in layer.softmax_parts]
     if not branches:
         raise UserError(f"{type(model).__name__}: no layer with a window beside its state; this lesion needs one")
 
@@ -52,5 +55,5 @@ def _fix_share(model: PreTrainedModel, share: float) -> PreTrainedModel:
         return torch.full_like(lse, share)
 
     for branch in branches:
-        branch.share = fixed  # type: ignore[method-assign]
+        branch.share = fixed
     return model

@@ -21,7 +21,7 @@ from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
 from deltanet_hf.mixers.gla import GatedLinearAttention
 from deltanet_hf.mixers.kda import KimiDeltaAttention
-from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, DELAYED, MixerProjections, sized_for
+from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, DELAYED
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.settings import MixerSettings
@@ -65,7 +65,7 @@ MixedHeadsSettings.mixers = MIXERS
 WINDOW_SUFFIX = "+window"
 MIXER_NAMES = (
     *(name for name in MIXERS if name != MixedHeads.name),
-    *(f"{name}{WINDOW_SUFFIX}" for name, kind in MIXERS.items() if issubclass(kind, Mixer)),
+    *(f"{name}{WINDOW_SUFFIX}" for name, kind in MIXERS.items() if kind.has_state),
 )
 """The names that `deltanet-hf convert --mixer` takes: those of `MIXERS`, and NAME+window for a window beside NAME.
 
@@ -105,13 +105,12 @@ def recommended(
         raise ValueError(unknown_mixer(name))
     kind = MIXERS[name.removesuffix(WINDOW_SUFFIX)]
     settings = kind.default_settings(profile, training)
-    if teacher is not None and profile == "faithful" and isinstance(settings, MixerProjections):
-        settings = sized_for(settings, teacher)
+    if teacher is not None and profile == "faithful":
+        settings = settings.sized_for(teacher)
     if kind.name == name:
         return kind, settings
     if profile != "faithful":
         raise ValueError(f"profile: got {profile!r}, whose layer has no window; take the mixer {kind.name}")
-    assert issubclass(kind, Mixer)
     beside = BESIDE_WINDOW | (DELAYED if delayed and kind.may_delay else {})
     return kind, replace(settings, **beside)
 

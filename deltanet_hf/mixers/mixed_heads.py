@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.head_split import narrow_attention, narrow_weights
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
-from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.settings import MixerSettings, check_choice
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 
@@ -83,8 +83,8 @@ class MixedHeadsSettings(MixerSettings):
         return {kind: self.indices(kind) for kind in BRANCHES if kind in self.heads}
 
 
-def _linear_mixer(name: Any, where: str) -> type[Mixer]:
-    known = {name: kind for name, kind in MixedHeadsSettings.mixers.items() if issubclass(kind, Mixer)}
+def _linear_mixer(name: Any, where: str) -> type[LayerKind]:
+    known = {name: kind for name, kind in MixedHeadsSettings.mixers.items() if kind.has_state}
     check_choice(where, "linear_mixer", name, tuple(known))
     return known[name]
 
@@ -150,10 +150,33 @@ class MixedHeads(LayerKind, nn.Module):
         return {kind: getattr(self, kind) for kind in self.kinds}
 
     @property
+    def branch_heads(self) -> dict[str, Any]:
+        return {kind: heads for kind, heads in self.settings.branches.items()}
+
+    @property
     def full_title(self) -> str:
         titles = {kind: getattr(branch, "full_title", "softmax") for kind, branch in self.branches.items()}
         parts = [f"{titles[kind]} ({len(heads)})" for kind, heads in self.settings.branches.items()]
         return f"{self.title}: {', '.join(parts)}"
+
+    @property
+    def _kinds(self) -> dict[str, LayerKind]:
+        return {name: kind_of(branch) for name, branch in self.branches.items()}
+
+    @property
+    def softmax_parts(self) -> list[tuple[Any, int]]:
+        return [part for kind in self._kinds.values() for part in kind.softmax_parts]
+
+    def use_cache_bits(self, bits: int) -> None:
+        for kind in self._kinds.values():
+            kind.use_cache_bits(bits)
+
+    def use_window(self, tokens: int) -> None:
+        for kind in self._kinds.values():
+            kind.use_window(tokens)
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        return sum(kind.stored_bytes(dtype, tokens, bits) for kind in self._kinds.values())
 
     @property
     def growing_heads(self) -> int:
@@ -185,14 +208,16 @@ class MixedHeads(LayerKind, nn.Module):
         """As in the base class, of the branches `window` and `linear`, with their names before those of the tensors."""
         return {
             f"{kind}.{name}": shape
-            for kind, branch in self.branches.items()
-            if isinstance(branch, LayerKind)
+            for kind, branch in self._kinds.items()
             for name, shape in branch.state_shapes(dtype).items()
         }
 
     def largest_counts(self) -> dict[str, int]:
-        kinds = [(kind, branch) for kind, branch in self.branches.items() if isinstance(branch, LayerKind)]
-        return {f"{kind}.{name}": most for kind, branch in kinds for name, most in branch.largest_counts().items()}
+        return {
+            f"{kind}.{name}": most
+            for kind, branch in self._kinds.items()
+            for name, most in branch.largest_counts().items()
+        }
 
     def forward(
         self,

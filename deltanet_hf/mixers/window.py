@@ -12,7 +12,7 @@ for `deltanet-hf convert --mixer window`, and the baseline that needs no trainin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,7 @@ class WindowAttention(LayerKind):
     Settings: ClassVar[type[MixerSettings]] = WindowSettings
     new_weights: ClassVar[bool] = False
     in_tables: ClassVar[str] = "local"
+    reads_further: ClassVar[bool] = True
 
     settings: WindowSettings
     layer_idx: int
@@ -92,6 +93,13 @@ class WindowAttention(LayerKind):
         attention.settings = settings
         attention.config = RoutedConfig(config, IMPLEMENTATION)  # type: ignore[assignment]
         return attention
+
+    @property
+    def window_tokens(self) -> int:
+        return self.settings.window
+
+    def use_window(self, tokens: int) -> None:
+        self.settings = replace(self.settings, window=tokens)
 
     def use_cache_bits(self, bits: int) -> None:
         """As in the base class.

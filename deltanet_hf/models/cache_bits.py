@@ -7,16 +7,13 @@ and packs them in the cache (`packed_tokens.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of, softmax_bytes
-from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_hf.models.unwrapped import unwrapped
 from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, is_packable
@@ -54,24 +51,16 @@ def use_cache_bits(model: Any, bits: int) -> None:
         attention = getattr(layer, "self_attn", None)
         if attention is None:  # a linear layer of Qwen3.5
             continue
-        for part, _ in softmax_parts(attention) if bits < 16 else ():
+        kind = kind_of(attention)
+        for part, _ in kind.softmax_parts if bits < 16 else ():
             if not is_packable(part.head_dim):
                 raise UserError(
                     f"cache bits: got heads of {part.head_dim} channels, of which {bits} bits need a multiple of "
                     f"{GROUP} or an even number below; use 16"
                 )
-        use_bits_in(attention, bits)
+        kind.use_cache_bits(bits)
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
-
-
-def use_bits_in(attention: Any, bits: int) -> None:
-    """`use_cache_bits` for the attention of one layer."""
-    for branch in branches_of(attention).values():
-        if isinstance(branch, LayerKind):
-            branch.use_cache_bits(bits)
-        else:
-            pack_softmax(branch, bits)
 
 
 def add_key_order(model: PreTrainedModel) -> None:
@@ -81,18 +70,9 @@ def add_key_order(model: PreTrainedModel) -> None:
     """
     decoder: Any = model.model
     for layer in decoder.layers:
-        for attention, heads in softmax_parts(layer.self_attn):
+        for attention, heads in kind_of(layer.self_attn).softmax_parts:
             order = torch.arange(attention.head_dim).expand(heads, 2, -1).contiguous()
             attention.register_buffer(KEY_ORDER, order)
-
-
-def softmax_parts(attention: Any) -> Iterator[tuple[Any, int]]:
-    """The modules of a layer's attention that keep keys and values, and their numbers of key/value heads."""
-    for branch in branches_of(attention).values():
-        if not isinstance(branch, Mixer):
-            yield branch, int(branch.config.num_key_value_heads)
-        elif branch.window_branch is not None:
-            yield branch.window_branch, branch.window_branch.kv_heads
 
 
 def cache_bits_of(model: PreTrainedModel) -> int:
@@ -115,8 +95,4 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dt
 
 def layer_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
     """`stored_bytes` of the attention of one layer of a model of this dtype."""
-    call = dtype, tokens, bits
-    return sum(
-        branch.stored_bytes(*call) if isinstance(branch, LayerKind) else softmax_bytes(branch, *call)
-        for branch in branches_of(attention).values()
-    )
+    return kind_of(attention).stored_bytes(dtype, tokens, bits)

@@ -20,9 +20,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, ScaledSoftmax
 from deltanet_hf.mixers.attention.paired_class import paired_class
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
 from deltanet_hf.mixers.window import WindowAttention
@@ -152,15 +153,13 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
                 "convert without --context"
             )
         for branch in branches_of(layer.self_attn).values():
-            if isinstance(branch, WindowAttention):
-                windows.append(branch)
-            elif isinstance(branch, LayerKind):
+            kind = kind_of(branch)
+            if not kind.reads_further:
                 raise UserError(
-                    f"context: layer {index} is {branch.name}, which reads no further than the teacher; take --mixer "
+                    f"context: layer {index} is {kind.name}, which reads no further than the teacher; take --mixer "
                     f"{WindowAttention.name}, or leave out --context"
                 )
-            else:
-                whole.append(branch)
+            (windows if kind.window_tokens else whole).append(branch)
     bound = positions.sink_bound(max((one.settings.window + one.settings.sinks for one in windows), default=0))
     rotary = FarRotary(decoder.rotary_emb, positions, bound, config)
     for window in windows:

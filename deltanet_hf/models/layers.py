@@ -18,7 +18,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, recommended
+from deltanet_hf.mixers import MIXERS, LayerKind, recommended
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention
@@ -44,7 +45,7 @@ class Kind:
     @property
     def has_new_weights(self) -> bool:
         """Whether it has weights that the teacher does not have; windows, alone or beside softmax heads, have none."""
-        return self.recurrent is not None or issubclass(self.mixer, AttentionKind)
+        return self.recurrent is not None or self.mixer.keeps_all_tokens
 
     @property
     def takes_plan(self) -> bool:
@@ -239,6 +240,12 @@ def layer_kinds(model: PreTrainedModel) -> Iterator[tuple[int, LayerKind]]:
         for part in layer.children():
             if isinstance(part, LayerKind):
                 yield index, part
+
+
+def layers_with_states(model: Any) -> list[Any]:
+    """The layers, and branches of layers, with a recurrent state, in order."""
+    branches = (branch for _, kind in layer_kinds(model) for branch in kind.branches.values())
+    return [branch for branch in branches if kind_of(branch).has_state]
 
 
 def _kind(name: Any, values: Any) -> Kind:

@@ -9,15 +9,14 @@ The windows are those of the model in memory: its configuration does not have th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.head_split import narrow_weights
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.stateful import make_stateful
@@ -47,7 +46,7 @@ def restrict_to_window(
     found = False
     for index, layer in enumerate(getattr(decoder, "layers", ())):
         attention: Any = getattr(layer, "self_attn", None)
-        if isinstance(attention, LayerKind) and attention.name != WindowAttention.name:
+        if attention is not None and kind_of(attention).name not in ("softmax", WindowAttention.name):
             attention = getattr(attention, "softmax", None)  # of mixed heads
         if attention is None:
             continue
@@ -110,9 +109,7 @@ def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
     """Give all windows of a model other lengths, by layer."""
     decoder: Any = model.model
     for layer, window in zip(decoder.layers, windows, strict=True):
-        for branch in branches_of(layer.self_attn).values():
-            if isinstance(branch, WindowAttention):
-                branch.settings = replace(branch.settings, window=window)
+        kind_of(layer.self_attn).use_window(window)
 
 
 def _restricted(model: Any) -> Any:
@@ -123,7 +120,7 @@ def _restricted(model: Any) -> Any:
 
 
 def _check(attention: Any, index: int) -> None:
-    if attention is None or isinstance(attention, LayerKind):
+    if attention is None or kind_of(attention).name != "softmax":
         raise UserError(
             f"layer {index}: no softmax attention whose heads could be restricted; give an unchanged teacher"
         )

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.paired_class import paired_class
@@ -160,7 +160,7 @@ def _tokens_in(cache: Any, rows: int) -> int | None:
                 f"cache: holds {held} sequences and the inputs have {rows}; repeat it with "
                 "batch_repeat_interleave, or pass a cache of these sequences"
             )
-    lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)}
+    lengths = {tokens for layer in cache.layers if (tokens := as_cache_layer(layer).tokens) is not None}
     if any(isinstance(length, Tensor) for length in lengths):
         return None
     if len(lengths) > 1:
@@ -168,4 +168,4 @@ def _tokens_in(cache: Any, rows: int) -> int | None:
             f"cache: its layers hold {min(lengths)} to {max(lengths)} tokens, so it was not filled by this "
             "model alone; pass an empty cache"
         )
-    return lengths.pop() if lengths else 0
+    return int(lengths.pop()) if lengths else 0

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from deltanet_hf.mixers import AttentionKind, LayerKind
+from deltanet_hf.mixers import LayerKind
 from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
@@ -89,7 +89,7 @@ def _has_delayed_states(table: LayerTable) -> bool:
 
 
 def _has_state(kind: type[LayerKind]) -> bool:
-    return kind is RelaxedPath or not issubclass(kind, AttentionKind)
+    return kind is RelaxedPath or not kind.keeps_all_tokens
 
 
 def family_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import lzma
 import os
 import platform
 import time
@@ -29,7 +30,8 @@ class RowFile:
     """A results file. Each added row is on the disk at once, whole; several processes may add theirs.
 
     Args:
-        path: JSON, a list of rows; with a `head` an object of what all rows share, its rows under `rows`.
+        path: JSON, a list of rows; with a `head` an object of what all rows share, its rows under `rows`. Compressed if
+            the name ends in .xz.
         key: the labels; a row replaces an earlier one that has the same.
         fresh: whether the rows that the file has now are dropped when the first one is added.
         arranged: gives the rows as they are written, in order and with columns that follow from several.
@@ -44,15 +46,17 @@ class RowFile:
         arranged: Callable[[list[Row]], list[Row]] = list,
     ) -> None:
         self.path, self._key, self._head, self._fresh, self._arranged = path, key, head, fresh, arranged
+        self._compressed = path.suffix == ".xz"
 
     def rows(self) -> list[Row]:
         """All rows. Raises UserError if the file holds something else."""
         if self._fresh or not self.path.is_file():
             return []
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            data = self.path.read_bytes()
+            found = json.loads(lzma.decompress(data) if self._compressed else data)
             rows = found if self._head is None else found["rows"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, lzma.LZMAError):
             rows = None
         if not isinstance(rows, list):
             raise UserError(f"{self.path}: not a file of this command; give another")
@@ -69,7 +73,8 @@ class RowFile:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             rows = self._arranged([*(old for old in self.rows() if not self._same(old, row)), row])
-            write_atomically(self.path, self._text(rows).encode())
+            data = self._text(rows).encode()
+            write_atomically(self.path, lzma.compress(data) if self._compressed else data)
             self._fresh = False
         finally:
             os.close(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from support.refusals import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -41,33 +43,31 @@ def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
     assert softmax_layers(str(file), 6) == (2, 5)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_refused_layers() -> None:
+    """In one line that names the option."""
+    rows = [
         ("every:0", "at least 1"),
         ("every:²", "at least 1"),
-        pytest.param(f"every:{'9' * 5000}", "at least 1", id="every:9..."),
+        (f"every:{'9' * 5000}", "at least 1"),
         ("every:7", "keeps none of the 6 layers"),
         ("layers:6", "layer 6 does not exist; the teacher has layers 0 to 5"),
         ("layers:-1", "layer -1 does not exist"),
         ("layers:2,2", "layer 2 is listed twice"),
         ("layers:", "lists no layer"),
         ("layers:1.5", "'1.5' is not a layer index"),
-        pytest.param("some" * 1000, "or an existing file", id="long"),
+        ("some" * 1000, "or an existing file"),
         ("~nobody-of-this-name/x", "or an existing file"),
         ("some", "expected 5%@16k, 25%, 7, every:N, layers:3,7,11, none or an existing file"),
-    ],
-)
-def test_refused_layers(spec: str, message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        softmax_layers(spec, 6)
-    assert "--keep" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ]
+    assert_refused(
+        lambda spec: softmax_layers(spec, 6),
+        [({"spec": spec}, UserError, rf"^--keep.*{said}.*\Z") for spec, said in rows],
+    )
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_refused_layer_files(tmp_path: Path) -> None:
+    file = tmp_path / "layers.json"
+    rows = [
         (b"", "lists no layer"),
         (b"[]", "lists no layer"),
         (b"[1", "not valid JSON"),
@@ -77,15 +77,16 @@ def test_refused_layers(spec: str, message: str) -> None:
         (b"one two", "'one' is not a layer index"),
         (b"\xff\xfe", "cannot be read"),
         (b"99", "layer 99 does not exist"),
-        pytest.param(b" " * 1_000_001, "too large for a list of layers", id="large"),
-    ],
-)
-def test_refused_layer_files(tmp_path: Path, content: bytes, message: str) -> None:
-    file = tmp_path / "layers.json"
-    file.write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
+        (b" " * 1_000_001, "too large for a list of layers"),
+    ]
+
+    def read(content: bytes) -> None:
+        file.write_bytes(content)
         softmax_layers(str(file), 6)
-    assert str(file) in str(caught.value)
+
+    assert_refused(
+        read, [({"content": content}, UserError, f"{re.escape(str(file))}.*{said}") for content, said in rows]
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,15 +96,13 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "5 XB", "-1GB", "1e9", "9" * 400, "0", "0.1"])
-def test_refused_sizes(text: str) -> None:
-    with pytest.raises(UserError, match="--shard-size"):
-        parse_size(text)
+def test_refused_sizes() -> None:
+    texts = ["", "5 XB", "-1GB", "1e9", "9" * 400, "0", "0.1"]
+    assert_refused(parse_size, [({"value": text}, UserError, "--shard-size") for text in texts])
 
 
-@pytest.mark.parametrize(
-    ("changes", "option"),
-    [
+def test_refused_values_name_the_option() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"profile": "Native"}, "--profile"),
         ({"dtype": "int8"}, "--dtype"),
         ({"calibration_tokens": 0}, "--calibration-tokens"),
@@ -115,11 +114,8 @@ def test_refused_sizes(text: str) -> None:
             "--set conv_size: got a number of 5000 digits",
         ),
         ({"mixer": "ttt", "changes": ("mini_batch=10000000000",)}, "--set mini_batch: got a number of 11 digits"),
-    ],
-)
-def test_refused_values_name_the_option(changes: dict, option: str) -> None:
-    with pytest.raises(UserError, match=option):
-        ConvertOptions(**changes)
+    ]
+    assert_refused(ConvertOptions, [(changes, UserError, option) for changes, option in rows])
 
 
 @pytest.mark.parametrize(

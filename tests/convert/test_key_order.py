@@ -14,8 +14,9 @@ from deltanet_convert.convert_command import convert_command
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start.key_order import measured_key_order, order_by, set_key_order
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.models.cache_bits import set_cache_bits, softmax_parts
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels.packed_cache.layout import GROUP, key_bits
@@ -86,7 +87,7 @@ def test_converted_models_have_an_order_for_each_head(tmp_path: Path, family: st
     assert LayerTable.of(model.config).key_order
     assert report["plan"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     found = {name: order for name, order in model.named_buffers() if name.endswith("key_order")}
-    parts = [part for layer in model.model.layers for part in softmax_parts(layer.self_attn)]
+    parts = [part for layer in model.model.layers for part in kind_of(layer.self_attn).softmax_parts]
     assert len(found) == len(parts) == 6
     for (part, heads), order in zip(parts, found.values(), strict=True):
         assert order is part.key_order

@@ -16,6 +16,7 @@ from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval
 from deltanet_recipes.cli import COMMANDS
 from deltanet_recipes.evaluation_command import evaluate, named_files
+from support.refusals import assert_refused
 
 
 @pytest.fixture
@@ -90,26 +91,26 @@ def test_only_unknown_tasks_are_the_users_mistake(
         run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"])
 
 
-@pytest.mark.parametrize(
-    ("model", "arguments", "said"),
-    [
+def test_mistakes_are_named(teacher_folder: Path) -> None:
+    teacher, cloze = str(teacher_folder), ["--tasks", "demo_cloze"]
+    rows: list[tuple[str, list[str], str]] = [
         ("model", ["--limit", "3"], "--tasks or --suite is missing"),
         ("model", ["--tasks", "piqa", "--include_path"], "--include_path needs a folder"),
-        ("{teacher}", ["--tasks", "demo_cloze", "--limit", "0"], "--limit: expected a number of rows above 0"),
-        ("{teacher}", ["--tasks", "demo_cloze", "--limit=nan"], "--limit: expected a number of rows above 0"),
-        ("{teacher}", ["--tasks", "demo_cloze", "--log_samples"], "add --output_path FOLDER"),
-        ("{teacher}", ["--tasks", "demo_cloze", "--apply_chat_template"], "tokenizer has no chat template"),
-        ("/no/where", ["--tasks", "demo_cloze"], r"^/no/where: no such folder[^\n]*$"),
+        (teacher, [*cloze, "--limit", "0"], "--limit: expected a number of rows above 0"),
+        (teacher, [*cloze, "--limit=nan"], "--limit: expected a number of rows above 0"),
+        (teacher, [*cloze, "--log_samples"], "add --output_path FOLDER"),
+        (teacher, [*cloze, "--apply_chat_template"], "tokenizer has no chat template"),
+        ("/no/where", cloze, r"^/no/where: no such folder[^\n]*$"),
         (
-            "{teacher}",
+            teacher,
             ["--tasks", "lambada_last_word", "--device", "cpu"],
             r"Couldn't reach [^\n]*give local folders \(MODEL, --data\)$",
         ),
-    ],
-)
-def test_mistakes_are_named(model: str, arguments: list[str], said: str, teacher_folder: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        run_lm_eval(model.format(teacher=teacher_folder), arguments)
+    ]
+    assert_refused(
+        lambda model, arguments: run_lm_eval(model, arguments),
+        [({"model": model, "arguments": arguments}, UserError, said) for model, arguments, said in rows],
+    )
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(0, 4), (8, -1), (10**30, 4)])

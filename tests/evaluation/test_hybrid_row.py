@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_convert.select import Selection
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import WindowPolicy
+from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.models.cache_bits import set_cache_bits
@@ -23,7 +24,7 @@ from measuring.eviction import __main__ as eviction
 from measuring.eviction import gates
 from measuring.eviction.gates import Heads
 from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, task_suites
-from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
 from support.tiny_models import tiny_mixture, tiny_table, tiny_teacher
@@ -69,7 +70,7 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     assert "free" not in teacher
     assert hybrid["kinds"] == {"gated_deltanet": 2, "softmax": 2}
     assert hybrid["kept"] == [1, 3]
-    assert (hybrid["tokens"], hybrid["seed"], hybrid["suite"]) == (0, None, None)
+    assert (hybrid["tokens"], hybrid["seed"]) == (0, None)
     assert teacher["mb_2k"] == pytest.approx(4 * 128 * 2 * 2 * 8 * 4 / 1e6, abs=1e-3)
     for key in ("kl_1k", "kl_4k"):
         assert teacher[key] == pytest.approx(0, abs=1e-4)
@@ -210,7 +211,7 @@ def test_a_row_of_the_front_with_suites(
     out = tmp_path / "front.json"
     front.main(arrays, out, str(teacher_folder), teacher_bits=[4], tasks=tmp_path)
     (row,) = json.loads(out.read_text())
-    items = front.load_items(out, "teacher@4")
+    items = front.load_items(out)["teacher@4"]
     assert (row["run"], row["kind"], row["bits"], row["ifeval"]) == ("teacher@4", "teacher", 4, None)
     assert row["missing"]["ifeval"] == "no ifeval/train.jsonl"
     assert "completion" not in row["missing"]
@@ -305,7 +306,7 @@ def test_a_row_of_learned_eviction(
     heads = Heads.of(load_for_measure(str(teacher_folder), torch.device("cpu")).config, kept, (33, 33, 65, 33))
     assert row["mb_32k"] == pytest.approx(heads.bytes(32768, row["share"]) / 1e6, rel=1e-2)
     assert row["kl_4k"] > row["kl_1k"] > 0  # of texts of 200 and 64 tokens
-    assert round(front.load_items(out, row["run"]).bytes / 1e6, 3) == row["mb_2k"]
+    assert round(front.load_items(out)[row["run"]].bytes / 1e6, 3) == row["mb_2k"]
     with pytest.raises(UserError, match=r"^--text \S+: has 1,000 tokens, and 2,048 are trained on; lower --tokens$"):
         eviction.main(arrays, out, *given, "25%", **{**options, "tokens": 2048})
     with pytest.raises(UserError, match=r"^--keep 3: expected a share of older tokens such as 25%, or bytes"):

@@ -13,10 +13,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.measure import Settings, Text, measure, repeated
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.scores import clustered_score, mean_score, perplexity_score
 from deltanet_hf.evaluation.measures.speed import measure_speed
-from deltanet_hf.evaluation.measures.text_scores import score_repeat, score_text
 from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
@@ -31,22 +31,40 @@ IDS = torch.randint(3, 97, (5, 32), generator=torch.Generator().manual_seed(0))
 @torch.no_grad()
 def test_perplexity_and_divergence() -> None:
     teacher, student = tiny_teacher("llama"), tiny_student("llama")
-    scores = score_text(student, IDS, teacher)
+    settings = Settings({"text": Text(IDS)}, teacher)
+    found = measure(student, settings).clusters
+    perplexity, kl, agreement = found["loss_text"].perplexity, found["kl_text"].score, found["top1_text"].score
     log_q = student(IDS).logits[:, :-1].double().log_softmax(-1)
     log_p = teacher(IDS).logits[:, :-1].double().log_softmax(-1)
     losses = -log_q.gather(-1, IDS[:, 1:, None]).mean(dim=(1, 2))
-    assert scores.perplexity.value == pytest.approx(math.exp(losses.mean()), rel=1e-4)
-    assert scores.perplexity.stderr == pytest.approx(
-        math.exp(losses.mean()) * float(losses.std()) / math.sqrt(5), rel=1e-3
-    )
+    assert perplexity.value == pytest.approx(math.exp(losses.mean()), rel=1e-4)
+    assert perplexity.stderr == pytest.approx(math.exp(losses.mean()) * float(losses.std()) / math.sqrt(5), rel=1e-3)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean(1)
-    assert scores.kl is not None
-    assert scores.agreement is not None
-    assert scores.kl.value == pytest.approx(float(divergence.mean()), rel=1e-4)
-    assert scores.agreement.value == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()))
-    itself = score_text(teacher, IDS, teacher)
-    assert itself.kl is not None
-    assert itself.kl.value == pytest.approx(0, abs=1e-6)
+    assert kl.value == pytest.approx(float(divergence.mean()), rel=1e-4)
+    assert kl.stderr == pytest.approx(float(divergence.std()) / math.sqrt(5), rel=1e-3)
+    assert agreement.value == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()))
+    itself = measure(teacher, settings).clusters
+    assert (itself["kl_text"].mean, itself["top1_text"].mean) == (0, 1)
+    assert itself["loss_text"].mean == measure(teacher, Settings({"text": Text(IDS)})).clusters["loss_text"].mean
+
+
+@torch.no_grad()
+def test_parts_and_ends_of_texts() -> None:
+    """The last 9 of 31 tokens, in items of 4, 4 and 1; every third of these in a part that two texts have."""
+    teacher, student = tiny_teacher("llama"), tiny_student("llama")
+    where = np.tile(np.arange(9) % 3 == 0, (5, 1))
+    texts = {"a": Text(IDS, 9, 4, {"third": where}), "b": Text(IDS, 9, compared=False, parts={"third": where})}
+    found = measure(student, Settings(texts, teacher)).clusters
+    log_q, log_p = (model(IDS).logits[:, -10:-1].log_softmax(-1) for model in (student, teacher))
+    losses = -log_q.gather(-1, IDS[:, -9:, None]).squeeze(-1)
+    sums = torch.stack([losses[:, :4].sum(1), losses[:, 4:8].sum(1), losses[:, 8]], dim=1).flatten()
+    np.testing.assert_allclose(found["loss_a"].sums, sums, rtol=1e-4)
+    assert found["loss_a"].sizes.tolist() == [4, 4, 1] * 5
+    hits = (log_q.argmax(-1) == IDS[:, -9:])[:, ::3].sum(1).tolist()
+    assert (found["third"].sums.tolist(), found["third"].sizes.tolist()) == (hits * 2, [3] * 10)
+    divergences = (log_p.exp() * (log_p - log_q)).sum(-1)[:, ::3].sum(1)
+    np.testing.assert_allclose(found["third_kl"].sums, divergences, rtol=1e-3)
+    assert "kl_b" not in found
 
 
 @torch.no_grad()
@@ -55,7 +73,9 @@ def test_repeat_scores_the_second_copy_only() -> None:
     twice = torch.cat([IDS, IDS], dim=1)
     log_q = model(twice).logits[:, :-1].double().log_softmax(-1).gather(-1, twice[:, 1:, None])[:, 31:]
     assert log_q.shape[1] == 32
-    assert score_repeat(model, IDS).value == pytest.approx(math.exp(-log_q.mean()), rel=1e-4)
+    found = measure(model, Settings({"repeat": repeated(IDS)}, teacher=model)).clusters
+    assert found["loss_repeat"].perplexity.value == pytest.approx(math.exp(-log_q.mean()), rel=1e-4)
+    assert "kl_repeat" not in found
 
 
 @torch.no_grad()

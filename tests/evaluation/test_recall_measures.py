@@ -13,18 +13,18 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures import text_scores
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters, paired_difference, relative_score
+from deltanet_hf.evaluation.measures.text_scores import token_measures
 from deltanet_hf.evaluation.tasks import prose_facts as prose_module
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.models.restrict import restrict_to_window
-from measuring.study import token_measures as measures
-from measuring.study.bigram_recall import bigram_clusters, bigram_distances
+from measuring.study.bigram_recall import bigram_distances, bigram_parts, short_context_hits
 from measuring.study.generated_answers import generated_answers
 from measuring.study.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs
-from measuring.study.token_measures import TokenMeasures, short_context_hits, token_measures
 from support.tiny_models import tiny_student, tiny_teacher
 
 VOCABULARY = 340
@@ -37,12 +37,13 @@ class Oracle:
         self.wrong, self.device, self.dtype = wrong, torch.device("cpu"), torch.float32
         self.config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=VOCABULARY))
 
-    def __call__(self, ids: torch.Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+    def __call__(self, ids: torch.Tensor, logits_to_keep: int | torch.Tensor, **kwargs: Any) -> Any:
         following = ids.roll(-1, dims=1)
         if self.wrong:
             following = (following + 1) % VOCABULARY
         logits = 100.0 * torch.nn.functional.one_hot(following, VOCABULARY).float()
-        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return SimpleNamespace(logits=logits[:, kept])
 
 
 @pytest.fixture(scope="module")
@@ -283,14 +284,12 @@ def test_bigram_distances_are_those_of_the_last_occurrence() -> None:
     assert bigram_distances(tokens[:, :1]).shape == (2, 0)
 
 
-def test_bigram_clusters_count_by_distance() -> None:
+def test_bigrams_are_parted_by_distance() -> None:
     distances = np.array([[0, 10, 70, 300, 2000], [0, 64, 63, 1024, 0]])
-    hits = np.array([[1, 1, 1, 0, 1], [1, 0, 1, 1, 1]], dtype=np.float32)
-    found = bigram_clusters(TokenMeasures(hits, hits, 2 * hits), distances)
-    assert (found["bigram"].sums.tolist(), found["bigram"].sizes.tolist()) == ([2, 1], [3, 2])
-    assert found["bigram_kl"].sums.tolist() == [4, 2]
-    assert (found["bigram_near"].sums.tolist(), found["bigram_near"].sizes.tolist()) == ([1, 1], [1, 1])
-    assert found["bigram_from_1024"].sizes.tolist() == [1, 1]
+    found = bigram_parts(distances)
+    assert found["bigram"].tolist() == [[False, False, True, True, True], [False, True, False, True, False]]
+    assert found["bigram_near"].tolist() == [[False, True, False, False, False], [False, False, True, False, False]]
+    assert found["bigram_from_1024"].sum(1).tolist() == [1, 1]
 
 
 @torch.no_grad()
@@ -311,19 +310,19 @@ def test_short_contexts_see_at_most_so_many_tokens(prefix: tuple[int, ...]) -> N
 @torch.no_grad()
 def test_token_measures_of_a_copy_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
-    found = token_measures(tiny_teacher("llama"), ids, 2, tiny_teacher("llama"), prefix=(1,))
+    vocabulary = tiny_teacher("llama").config.vocab_size
+    found = token_measures(tiny_teacher("llama"), ids, 18, 2, vocabulary, tiny_teacher("llama"))
     assert found.divergences is not None
     assert np.abs(found.divergences).max() < 1e-5
     assert found.agreements is not None
-    assert found.agreements.tolist() == [[1.0] * 19] * 3
-    other = token_measures(Oracle(wrong=True), ids, 2, Oracle()).agreements  # type: ignore[arg-type]
+    assert found.agreements.tolist() == [[1.0] * 18] * 3
+    other = token_measures(Oracle(wrong=True), ids, 19, 2, VOCABULARY, Oracle()).agreements
     assert other is not None
     assert other.tolist() == [[0.0] * 19] * 3
-    with_prefix = torch.cat([torch.ones(3, 1, dtype=torch.long), ids], dim=1)
-    log_probs = tiny_teacher("llama")(with_prefix).logits.log_softmax(-1)[:, 1:-1]
-    np.testing.assert_allclose(found.losses, -log_probs.gather(-1, ids[:, 1:, None])[..., 0].numpy(), rtol=1e-4)
-    assert found.hits.tolist() == (log_probs.argmax(-1) == ids[:, 1:]).float().tolist()
-    monkeypatch.setattr(measures, "_LOGITS", 7 * 2 * tiny_teacher("llama").config.vocab_size)
-    in_parts = token_measures(tiny_teacher("llama"), ids, 2, tiny_teacher("llama"), prefix=(1,))
+    log_probs = tiny_teacher("llama")(ids).logits.log_softmax(-1)[:, 1:-1]
+    np.testing.assert_allclose(found.losses, -log_probs.gather(-1, ids[:, 2:, None])[..., 0].numpy(), rtol=1e-4)
+    assert found.hits.tolist() == (log_probs.argmax(-1) == ids[:, 2:]).float().tolist()
+    monkeypatch.setattr(text_scores, "_LOGITS", 7 * 2 * vocabulary)
+    in_parts = token_measures(tiny_teacher("llama"), ids, 18, 2, vocabulary, tiny_teacher("llama"))
     for name in ("losses", "hits", "divergences", "agreements"):
         np.testing.assert_allclose(getattr(in_parts, name), getattr(found, name), rtol=1e-4, atol=1e-5)

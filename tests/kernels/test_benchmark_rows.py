@@ -20,7 +20,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from measuring import rows as row_files
-from measuring.kernels import channel_gates, chunk, erase, group, harness, inner_training, window
+from measuring.kernels import channel_gates, chunk, group, harness, inner_training, window
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
 from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
 from measuring.rows import Row
@@ -274,12 +274,6 @@ def test_peers_come_early() -> None:
     assert {"rule": "kda", "shape": [4, 4096, 32, 128], "gates": [-5.0, 0.0], "impl": channel_gates.BOUNDED} in rows
     assert {row["impl"] for row in channel_gates.rows(False)} == {"deltanet"}
 
-    count = len(list(erase.rows(True))) // len(erase.SHAPES)
-    found = [(row["form"], row["impl"]) for row in erase.rows(True)][:count]
-    assert found[:4] == [(form, impl) for form in (erase.WRITES, "off") for impl in ("deltanet", "fla")]
-    assert [impl for _, impl in found] == 4 * ["deltanet", "fla"] + 2 * ["mapped"]
-    assert len(set(found)) == len(found)
-
     inner = list(inner_training.rows(True))
     assert [(row["operator"], row["impl"], row["shape"]) for row in inner[:4]] == [
         ("mesa", impl, shape) for shape in ([16, 2048, 9, 64], [4, 2048, 9, 64]) for impl in ("deltanet", "fla")
@@ -358,7 +352,7 @@ def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPa
     assert len(set(sizes)) == len(sizes)
 
 
-@pytest.mark.parametrize("module", [channel_gates, erase, inner_training])
+@pytest.mark.parametrize("module", [channel_gates, inner_training])
 def test_the_command_without_the_peer_installed(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each row has the error of the import, and the second run begins behind them."""
     for name in ("fla", "fla.ops"):
@@ -373,7 +367,7 @@ def test_the_command_without_the_peer_installed(module: Any, monkeypatch: pytest
         seen.append(labels)
         return module.measure(labels, given) if labels["impl"] == "fla" else {}
 
-    only = {"channel_gates": "rule=gla", "erase": "form=off", "inner_training": "operator=mesa"}
+    only = {"channel_gates": "rule=gla", "inner_training": "operator=mesa"}
     name = module.__name__.rpartition(".")[2]
     benchmark = replace(module.BENCHMARK, measure=measure)
     arguments = ["--peers", "--resume", "--output", str(tmp_path), "--only", only[name]]

@@ -130,8 +130,16 @@ def test_one_span_is_one_launch(shape: tuple[int, ...], monkeypatch: pytest.Monk
         check(triton_decode_attention(*inputs, 0.3), truth(*inputs, 0.3), scores)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], (1, 4, 1, 130, 100), (1, 2, 1, 70, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (SHAPES[0], torch.bfloat16),
+        (SHAPES[2], torch.float16),
+        ((1, 4, 1, 130, 100), torch.float16),
+        ((1, 2, 1, 70, 256), torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_sixteen_bits_are_rounded_once(
     shape: tuple[int, ...], dtype: torch.dtype, short_spans: None, poisoned_memory: None
 ) -> None:

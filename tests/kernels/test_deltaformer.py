@@ -10,6 +10,7 @@ import torch
 from deltanet_kernels import deltaformer_solve, naive_gated_delta_rule
 from deltanet_kernels.deltaformer import solve
 from deltanet_kernels.deltaformer.reference import naive_deltaformer_solve
+from support.refusals import assert_refused
 
 
 def inputs(
@@ -118,19 +119,15 @@ def test_bfloat16_is_computed_in_float32() -> None:
     assert (found.double() - wanted).norm() / wanted.norm() < 3e-3  # one rounding of the result
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_does_not_fit_is_refused() -> None:
+    rows: list[tuple[dict[str, torch.Tensor], str]] = [
         ({"v": torch.randn(2, 12, 2, 7)}, "v: got shape"),
         ({"beta": torch.randn(2, 13)}, "beta: got shape"),
         ({"past_k": torch.randn(2, 3, 2, 6)}, "past_k, past_u: got one of the two"),
         ({"k": torch.randn(2, 0, 2, 6)}, "k: got shape"),
         ({"mask": torch.ones(2, 13, 12, dtype=torch.bool)}, "mask: got shape"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes: dict[str, torch.Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        deltaformer_solve(**{**inputs(), **changes})
+    ]
+    assert_refused(deltaformer_solve, [(inputs() | changes, ValueError, said) for changes, said in rows])
 
 
 def test_a_mask_of_numbers_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 from support.mapped_rules import H, K, T, V, close, draw, gradients, inputs, layer_of
 from support.recurrences import Step, naive_flow, naive_normalised_delta_rule, naive_undecayed
+from support.refusals import assert_refused
 
 STEPS: tuple[Step, ...] = ("exact", "implicit", "explicit")
 
@@ -223,9 +225,8 @@ def test_normalisers_of_packed_padded_and_continued_sequences() -> None:
     close((with_padding[:, kept], z), (without, other))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
+def test_settings_that_do_not_fit_are_named() -> None:
+    rows: list[tuple[str, dict[str, Any], str]] = [
         ("efla", {"flow_step": "midpoint"}, "flow_step: got 'midpoint', expected one of exact, implicit, explicit"),
         ("efla", {"allow_neg_eigval": True}, "allow_neg_eigval: got true, but this rule has eigenvalues 0 to 1"),
         ("deltanet", {"normalised": 1}, "normalised: got 1, expected true or false"),
@@ -233,8 +234,6 @@ def test_normalisers_of_packed_padded_and_continued_sequences() -> None:
         ("linear", {"feature_map": "relu"}, "feature_map: got 'relu', expected one of none, elu, taylor"),
         ("linear", {"feature_map": "taylor", "feature_dim": 22}, "feature_dim: got 22, expected 1 to 21"),
         ("gated_deltanet", {"conv_on": "v"}, "conv_on: got 'v', expected one of qkv, k"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(name: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LayerTable.preset(4, name, **changes)
+    ]
+    preset = functools.partial(LayerTable.preset, 4)
+    assert_refused(preset, [({"mixer": name, **changes}, ValueError, said) for name, changes, said in rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from deltanet_hf import LayerTable
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.mesa import MesaRidge
+from support.refusals import assert_refused
 from support.tiny_models import HYBRID, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 19), generator=torch.Generator().manual_seed(6))
@@ -120,19 +122,19 @@ def test_autocast_trains(model: PreTrainedModel) -> None:
     torch.testing.assert_close(loss.float(), exact, rtol=5e-2, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("mixer", "setting", "value"),
-    [
+def test_wrong_settings_are_named() -> None:
+    rows: list[tuple[str, str, Any]] = [
         ("mesa", "cg_steps", 0),
         ("mesa", "allow_neg_eigval", True),
         ("ttt", "mini_batch", 0),
         ("ttt", "mini_batch", "16"),
         ("ttt", "inner_norm", 1),
-    ],
-)
-def test_wrong_settings_are_named(mixer: str, setting: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{mixer}\.{setting}: got "):
-        LayerTable.preset(4, mixer, **{setting: value})
+    ]
+    preset = functools.partial(LayerTable.preset, 4)
+    assert_refused(
+        preset,
+        [({"mixer": mixer, name: value}, ValueError, rf"^{mixer}\.{name}: got ") for mixer, name, value in rows],
+    )
 
 
 @pytest.mark.parametrize("mixer", ["mesa", "ttt", "titans"])

@@ -37,9 +37,10 @@ def inputs(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("expand_kv", [True, False])
-@pytest.mark.parametrize("qk_activation", ["none", "silu"])
-@pytest.mark.parametrize("strength", [1, 2])
+@pytest.mark.parametrize(
+    ("strength", "qk_activation", "expand_kv"),
+    [(1, "none", True), (1, "silu", False), (2, "silu", True), (2, "none", False)],
+)
 def test_the_layer_is_the_recurrence_on_centred_keys(strength: int, qk_activation: str, expand_kv: bool) -> None:
     changes = {"k_offset": True, "allow_neg_eigval": strength == 2, "qk_activation": qk_activation}
     mixer = mixer_of(tiny_student("llama", expand_kv=expand_kv, **changes, **BARE).double())

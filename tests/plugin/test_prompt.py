@@ -166,16 +166,13 @@ def test_a_compiler_sees_the_separate_operations(joined: list[str]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("angles", "error"),
-    [((1, 4, 8), "cos"), ((3, 5, 8), "cos"), ((1, 5, 7), "cos"), ((1, 5, 64), "cos"), ((5, 8), "cos")],
-)
-def test_a_rotation_that_does_not_fit_is_refused(angles: tuple[int, ...], error: str) -> None:
+def test_a_rotation_that_does_not_fit_is_refused() -> None:
     model = student(layers=(0,), **WINDOW)
     x = torch.zeros(2, 5, model.config.hidden_size, device=DEVICE)
-    table = torch.ones(angles, device=DEVICE)
-    with pytest.raises(ValueError, match=error):
-        fast_mixer(model.model.layers[0].self_attn, False)(x, (table, table))
+    for angles in ((1, 4, 8), (3, 5, 8), (1, 5, 7), (1, 5, 64), (5, 8)):
+        table = torch.ones(angles, device=DEVICE)
+        with pytest.raises(ValueError, match="cos"):
+            fast_mixer(model.model.layers[0].self_attn, False)(x, (table, table))
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltanet_recipes.training import cost_estimate, pipeline
+from deltanet_recipes.training import pipeline, plan_view
 from deltanet_recipes.training.run_plots import draw_plots
 
 
@@ -15,7 +15,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the matrix products that measure the machine, which take longer than a tiny run in bfloat16."""
-    monkeypatch.setattr(cost_estimate, "_matmul_rate", lambda runtime: 1e11)
+    monkeypatch.setattr(plan_view, "_matmul_rate", lambda runtime: 1e11)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ LENGTHS, SCORED = (384, 512), 64
 @pytest.fixture
 def novels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text of random letters and ends of sentences, and sizes for a tiny model."""
-    for name, value in {"LENGTHS": LENGTHS, "SCORED": SCORED, "LOSSES": 32, "TEXTS": 2, "PROBES": 2}.items():
+    for name, value in {"LENGTHS": LENGTHS, "SCORED": SCORED, "TEXTS": 2, "PROBES": 2}.items():
         monkeypatch.setattr(context, name, value)
     letters = np.random.default_rng(0).choice(list("abcdefgh ."), 2000)
     np.save(tmp_path / "novels.npy", np.asarray(tiny_tokenizer()("".join(letters))["input_ids"], dtype=np.uint16))
@@ -75,4 +75,4 @@ def test_a_row_for_the_teacher_and_for_every_kind_of_positions(
 
 def test_a_short_text_is_refused(novels: Path) -> None:
     with pytest.raises(UserError, match="novels: got 500 tokens, a text takes 512"):
-        context.FarMeasure(tiny_tokenizer(), np.load(novels)[:500])
+        context.far_settings(tiny_tokenizer(), np.load(novels)[:500])

@@ -23,10 +23,9 @@ from deltanet_recipes.schema import Align
 from measuring.benchmarks import large_models, random_inputs, training_process
 from measuring.benchmarks.large_models import RESULTS, benchmark, recipe_changes
 from measuring.benchmarks.random_inputs import Inputs, prepare
-from measuring.benchmarks.random_teacher import random_tokenizer, write_teacher
+from measuring.benchmarks.random_teacher import write_teacher
 from measuring.benchmarks.stage_row import stage_figures
 from measuring.benchmarks.training_process import TrainingProcess, train_command
-from measuring.benchmarks.widened_teacher import write_widened
 from measuring.rows import RowFile
 from support.tiny_run import ALIGN, DISTIL
 
@@ -207,26 +206,3 @@ def test_a_random_teacher_is_a_complete_checkpoint(tmp_path: Path, tied: bool) -
     assert not found["missing_keys"]
     assert model.dtype == torch.bfloat16
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == TINY["vocab_size"]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_widened_teacher_computes_the_same(tmp_path: Path, tied: bool) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **sizes, num_key_value_heads=2, head_dim=8, vocab_size=120, tie_word_embeddings=True, initializer_range=0.2,
-        max_position_embeddings=256,
-    )  # fmt: skip
-    small = LlamaForCausalLM(config)
-    small.save_pretrained(tmp_path / "small")
-    random_tokenizer(120).save_pretrained(tmp_path / "small")
-    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6}
-    shape = sizes | {"num_key_value_heads": 3, "vocab_size": 500, "tie_word_embeddings": tied}
-    write_widened(tmp_path / "small", tmp_path / "wide", shape)
-    wide = LlamaForCausalLM.from_pretrained(tmp_path / "wide")
-    assert (wide.config.head_dim, wide.config.num_hidden_layers, wide.config.vocab_size) == (16, 3, 120)
-    ids = torch.randint(0, 120, (2, 100))
-    with torch.no_grad():
-        torch.testing.assert_close(wide(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match="does not hold this model"):
-        write_widened(tmp_path / "wide", tmp_path / "narrow", {**shape, "num_hidden_layers": 2})

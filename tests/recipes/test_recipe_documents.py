@@ -9,19 +9,22 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 import gpu_tests
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.measure import measure
 from measuring.rows import RowFile
 from measuring.study.front import load_items
 from measuring.study.hybrid_row import KL, SHARES
-from measuring.study.results_row import Measure
+from measuring.study.results_row import metrics, text_settings
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +64,14 @@ def triples(found: Any) -> Iterator[str]:
 
 def test_the_front_follows_from_the_outcomes_of_its_items() -> None:
     """Every value and error of a row is that of its kept windows and probes."""
-    for path in sorted((ROOT / "recipes/results").glob("*-items")):
-        check_items(path.with_name(f"{path.name.removesuffix('-items')}.json"))
+    for path in sorted((ROOT / "recipes/results").glob("*-items.json.xz")):
+        check_items(path.with_name(path.name.replace("-items.json.xz", ".json")))
 
 
 def check_items(results: Path) -> None:
+    items = load_items(results)
     for row in json.loads(results.read_text()):
-        clusters = {**load_items(results, row["run"]).clusters}
+        clusters = {**items[row["run"]].clusters}
         if "top1_4k" in clusters:
             clusters["top1"] = clusters["top1_4k"]
         for name in [name for name in (*KL, *SHARES) if row.get(name) is not None]:
@@ -217,14 +221,17 @@ def test_the_record_of_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 class Counting(nn.Module):
     """Predicts token t + 1 after token t with probability `sure`, the rest spread evenly."""
 
+    device = torch.device("cpu")
+
     def __init__(self, sure: float, vocabulary: int = 50) -> None:
         super().__init__()
-        self.sure, self.vocabulary = sure, vocabulary
+        self.sure, self.vocabulary, self.config = sure, vocabulary, PreTrainedConfig(vocab_size=vocabulary)
 
-    def forward(self, ids: torch.Tensor, use_cache: bool) -> object:
+    def forward(self, ids: torch.Tensor, use_cache: bool, logits_to_keep: int | torch.Tensor) -> object:
         probs = torch.full((*ids.shape, self.vocabulary), (1 - self.sure) / (self.vocabulary - 1))
         probs.scatter_(-1, ((ids + 1) % self.vocabulary).unsqueeze(-1), self.sure)
-        return type("Output", (), {"logits": probs.log()})
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return SimpleNamespace(logits=probs.log()[:, kept])
 
 
 @pytest.fixture
@@ -239,8 +246,8 @@ def arrays(tmp_path: Path) -> Path:
 
 
 def test_measures_of_a_model_that_is_known(arrays: Path) -> None:
-    sure, doubtful = Counting(0.9), Counting(0.5)
-    figures = Measure(arrays, sure, torch.device("cpu"), windows=3)(doubtful)
+    doubtful: Any = Counting(0.5)
+    figures = metrics(measure(doubtful, text_settings(arrays, Counting(0.9), limit=3)))
     assert figures["wt2.perplexity"]["value"] == pytest.approx(2.0, rel=1e-5)
     assert figures["wt2.perplexity"]["stderr"] == pytest.approx(0.0, abs=1e-5)
     kl = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)

@@ -21,7 +21,7 @@ from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.adapters import merge_lora, train_for
-from deltanet_recipes.training.cost_estimate import estimates
+from deltanet_recipes.training.estimate import estimates
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import is_imported, load_student, mixers
 from deltanet_recipes.training.optim import parameter_groups
@@ -199,14 +199,14 @@ def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, train:
     tree = recipe_tree(workplace, [{**DISTIL, "train": train}], teacher=str(workplace / "teacher"))
     recipe = load_recipe(write_recipe(tmp_path, tree))
     student = load_student(recipe.student, torch.float32)
-    ((_, sizes, *_),) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
+    (found,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
     train_for(student, recipe.stages[0], seed=0)  # type: ignore[arg-type]
     whole = [
         p for m in mixers(student).values() for n, p in m.named_parameters() if p.requires_grad and "lora" not in n
     ]
-    assert sizes.in_mixers == sum(p.numel() for p in whole)
+    assert found.in_mixers == sum(p.numel() for p in whole)
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    assert sizes.rest == trained - sizes.in_mixers
+    assert found.rest == trained - found.in_mixers
 
 
 def test_alignment_is_refused(workplace: Path, tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Align
 from deltanet_recipes.training.adapters import train_for
-from deltanet_recipes.training.cost_estimate import estimates, show_plan
+from deltanet_recipes.training.estimate import estimates
 from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.pipeline import run, show_run
+from deltanet_recipes.training.plan_view import show_plan
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
@@ -46,12 +47,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage: dict[str, Any]) -> None:
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [stage])))
     student = load_student(recipe.student, torch.float32)
-    ((_, sizes, *_),) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
+    (found,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
     train_for(student, recipe.stages[0], seed=0)
     trained = {name: p.numel() for name, p in student.named_parameters() if p.requires_grad}
     parts = [entry for mixer in mixers(student).values() for entry in mixer.named_parameters()]
     in_mixers = sum(p.numel() for name, p in parts if p.requires_grad and "lora_" not in name)
-    assert (sizes.in_mixers, sizes.rest) == (in_mixers, sum(trained.values()) - in_mixers)
+    assert (found.in_mixers, found.rest) == (in_mixers, sum(trained.values()) - in_mixers)
 
 
 def test_the_plan_knows_the_files_that_a_stage_keeps(
@@ -100,7 +101,7 @@ def test_a_dry_run_shows_the_stages_and_writes_nothing(workplace: Path, tmp_path
     figures = estimates(recipe.stages, load_student(recipe.student), Runtime(recipe.engine), holdout_tokens=0)
     rows = [line for line in shown.getvalue().splitlines() if "align" in line or "distil" in line]
     for row, found, stage in zip(rows, figures, recipe.stages, strict=True):
-        assert f"{found.sizes.rest / 1e6:.1f}M" in row
+        assert f"{found.rest / 1e6:.1f}M" in row
         assert f"{stage.steps:,} x {stage.batch_tokens:,}" in row
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 

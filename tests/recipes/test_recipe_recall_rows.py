@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ from deltanet_recipes.schema_sections import RecallFormat, Source
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.pipeline import run
+from support.refusals import assert_refused
 from support.tiny_run import DISTIL, make_workplace, recipe_tree, write_recipe
 
 EOS = 2
@@ -205,17 +207,14 @@ def test_an_interrupted_run_continues_with_the_same_rows(
     assert first != plain
 
 
-@pytest.mark.parametrize(
-    ("sources", "words"),
-    [
+def test_contradictions_are_refused(workplace: Path, tmp_path: Path) -> None:
+    rows: list[tuple[list[dict[str, Any]], str]] = [
         ([{"recall": {}}], "recall rows take their text from the other sources"),
         ([{"recall": {}, "path": "text.jsonl"}], "exactly one of path"),
         ([{"recall": {"formats": []}}], "formats"),
         ([{"recall": {"formats": ["verse"]}}], "formats"),
         ([{"recall": {"facts": 0}}], "facts"),
         ([{"recall": None}], "exactly one of path"),
-    ],
-)
-def test_contradictions_are_refused(workplace: Path, tmp_path: Path, sources: list[dict[str, Any]], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        recipe(workplace, tmp_path, sources)
+    ]
+    read = functools.partial(recipe, workplace, tmp_path)
+    assert_refused(read, [({"sources": sources}, UserError, said) for sources, said in rows])

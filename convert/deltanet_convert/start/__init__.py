@@ -25,7 +25,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from deltanet_hf.mixers import MIXERS, Mixer
+from deltanet_hf.mixers import MIXERS
 
 from .calibration import LayerCalibration
 from .channel_rules import start_channel_rule
@@ -64,8 +64,9 @@ START: dict[str, StartRule] = {
 
 
 def start_rule(mixer: str) -> StartRule:
-    """The rule of the mixer with this name."""
-    return START.get(mixer, start_from_scratch if issubclass(MIXERS[mixer], Mixer) else start_unchanged)
+    """The rule of the mixer with this name; softmax attention, which is none, stays as it is."""
+    without_row = start_from_scratch if mixer in MIXERS and MIXERS[mixer].has_state else start_unchanged
+    return START.get(mixer, without_row)
 
 
 START["mixed_heads"] = functools.partial(start_mixed_heads, start_rule)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.packed_reach import key_ranges
 from deltanet_hf.mixers.layer.layer_kind import branches_of
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.models.cache_bits import KEY_ORDER, softmax_parts
+from deltanet_hf.models.cache_bits import KEY_ORDER
 from deltanet_hf.models.families import HALF_ANGLES
 from deltanet_kernels.packed_cache.layout import key_bits
 
@@ -63,10 +63,10 @@ def order_by(weights: Tensor) -> Tensor:
 
 def set_key_order(attention: Any, order: Tensor) -> None:
     """Give the parts of a layer's attention the order [HK, 2, D] of their heads."""
-    heads: Any = attention.settings.branches if isinstance(attention, MixedHeads) else {"": range(len(order))}
-    for kind, branch in branches_of(attention).items():
-        own = order[list(heads[kind])]
-        for part, count in softmax_parts(branch):
+    heads = kind_of(attention).branch_heads
+    for name, branch in branches_of(attention).items():
+        own = order[heads[name]]
+        for part, count in kind_of(branch).softmax_parts:
             part.register_buffer(KEY_ORDER, own.repeat_interleave(count // len(own), dim=0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 from .calibration import LayerCalibration
@@ -26,8 +26,5 @@ def start_mixed_heads(
     figures: dict[str, Any] = {}
     for kind, branch in layer.branches.items():
         part = layer.part_of(attention, kind)
-        if isinstance(branch, LayerKind):
-            figures |= rule_of(branch.name)(part, branch, calibration, fit_memory)
-        else:
-            branch.load_state_dict({**branch.state_dict(), **part.state_dict()})
+        figures |= rule_of(kind_of(branch).name)(part, branch, calibration, fit_memory)
     return figures

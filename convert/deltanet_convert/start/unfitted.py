@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from deltanet_hf.mixers import AttentionKind, Mixer
+from deltanet_hf.mixers import Mixer
+from deltanet_hf.mixers.attention.family_attention import kind_of
 
 from .calibration import LayerCalibration
 from .copy_weights import copy_attention
@@ -26,8 +27,7 @@ def start_unchanged(
     attention: Any, layer: Any, calibration: LayerCalibration, fit_memory: bool = True
 ) -> dict[str, Any]:
     """The rule of kinds that are the teacher's attention: its weights, and new parts that change nothing yet."""
-    if isinstance(layer, AttentionKind):
-        layer.start_neutral(_spread(attention))
+    kind_of(layer).start_neutral(_spread(attention))
     layer.load_state_dict({**layer.state_dict(), **attention.state_dict()})
     return {}
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from rich.console import Console
 from rich.table import Table
 
-from deltanet_hf.mixers import MIXERS, WINDOW_SUFFIX, Mixer
+from deltanet_hf.mixers import MIXERS, WINDOW_SUFFIX
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
@@ -19,11 +19,11 @@ def print_settings(console: Console) -> None:
     kinds = {name: kind for name, kind in MIXERS.items() if name != MixedHeads.name}
     mixers = Table("--mixer", "layer", "with a window", box=None, padding=(0, 2, 0, 0))
     for name, kind in kinds.items():
-        mixers.add_row(name, kind.title, f"{name}{WINDOW_SUFFIX}" if issubclass(kind, Mixer) else "")
+        mixers.add_row(name, kind.title, f"{name}{WINDOW_SUFFIX}" if kind.has_state else "")
     console.print(mixers, highlight=False)
     for settings in dict.fromkeys(each for kind in kinds.values() for each in _declaring(kind.Settings)):
         having = [name for name, kind in kinds.items() if issubclass(kind.Settings, settings)]
-        all_states = having == [name for name, kind in kinds.items() if issubclass(kind, Mixer)]
+        all_states = having == [name for name, kind in kinds.items() if kind.has_state]
         console.print(f"\nOf {'every mixer with a state' if all_states else ', '.join(having)}:", highlight=False)
         keys = Table("--set", "values", "meaning", box=None, padding=(0, 2, 0, 0))
         for key, meaning in meanings(settings).items():

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from deltanet_hf.evaluation.measures.scores import Score, mean_score
-
 # Share of the accelerator's memory for one copy of a batch's logits; three copies exist during normalisation.
 _LOGIT_SHARE = 0.05
 _MAX_TOKENS_CUDA = 65536
@@ -93,18 +91,6 @@ def score_continuations(
         if on_progress is not None:
             on_progress(len(members))
     return answers
-
-
-def exact_match(
-    last_logits: Callable[[Tensor, int], Tensor],
-    requests: list[TokenRequest],
-    device: torch.device,
-    max_tokens: int,
-    max_rows: int | None = None,
-) -> Score:
-    """Share of requests for which greedy decoding gives exactly the targets; arguments as in `score_continuations`."""
-    answers = score_continuations(last_logits, requests, device, max_tokens, max_rows)
-    return mean_score([float(greedy) for _, greedy in answers])
 
 
 def _score_batch(

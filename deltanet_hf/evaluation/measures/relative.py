@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,26 @@ class Clusters:
         """The clusters of samples [M] whose clusters are `owners` [M], numbered from 0."""
         return cls(np.bincount(owners, samples.astype(np.float64)), np.bincount(owners))
 
+    @classmethod
+    def each(cls, samples: Sequence[float] | np.ndarray) -> Clusters:
+        """Samples [N] of which each is a cluster."""
+        return cls(np.asarray(samples, dtype=np.float64), np.ones(len(samples), dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Clusters]) -> Clusters:
+        """The clusters of several texts side by side."""
+        return cls(np.concatenate([part.sums for part in parts]), np.concatenate([part.sizes for part in parts]))
+
+    def to_list(self) -> list[list[float]]:
+        """JSON form."""
+        return [self.sums.tolist(), self.sizes.tolist()]
+
+    @classmethod
+    def from_list(cls, values: Sequence[Sequence[float]]) -> Clusters:
+        """The inverse of `to_list`."""
+        sums, sizes = values
+        return cls(np.asarray(sums, dtype=np.float64), np.asarray(sizes, dtype=np.int64))
+
     @property
     def mean(self) -> float:
         """The mean over items; nan without any."""
@@ -45,6 +66,11 @@ class Clusters:
         residuals = self.sums - self.mean * self.sizes
         variance = count / (count - 1) * float((residuals**2).sum()) / float(self.sizes.sum()) ** 2
         return Score(self.mean, math.sqrt(variance), count)
+
+    @property
+    def perplexity(self) -> Score:
+        """exp of the mean loss in nats."""
+        return self.score.exp()
 
 
 def relative_score(student: Clusters, teacher: Clusters, control: Clusters) -> Score | None:

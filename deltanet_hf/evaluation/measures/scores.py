@@ -28,6 +28,11 @@ class Score:
         """JSON form; an unknown error is null."""
         return {**asdict(self), "stderr": None if math.isnan(self.stderr) else self.stderr}
 
+    def exp(self) -> Score:
+        """exp of a mean loss in nats; its error follows from the delta method."""
+        value = math.exp(min(self.value, _LARGEST_LOSS))
+        return Score(value, value * self.stderr, self.items)
+
 
 def mean_score(samples: Sequence[float]) -> Score:
     """Mean of independent samples. Raises ValueError for an empty sequence."""
@@ -39,10 +44,8 @@ def mean_score(samples: Sequence[float]) -> Score:
 
 
 def perplexity_score(losses: Sequence[float]) -> Score:
-    """exp of the mean of independent losses in nats; its error follows from the delta method."""
-    mean = mean_score(losses)
-    value = math.exp(min(mean.value, _LARGEST_LOSS))
-    return Score(value, value * mean.stderr, mean.items)
+    """exp of the mean of independent losses in nats."""
+    return mean_score(losses).exp()
 
 
 def clustered_score(samples: Sequence[float], clusters: Sequence[int]) -> Score:

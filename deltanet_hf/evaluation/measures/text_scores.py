@@ -1,94 +1,73 @@
-"""Perplexity, KL divergence from a teacher, top-1 agreement, and perplexity of an exact repeat.
+"""Loss, accuracy, and KL divergence and agreement with a teacher of every token of a text.
 
-All are measured on windows of tokens. Per-token values are computed in float32 from logits of any dtype and averaged
-in float64.
+Values are computed in float32 from logits of any dtype.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from deltanet_hf.evaluation.measures.continuations import token_budget
-from deltanet_hf.evaluation.measures.scores import Score, mean_score, perplexity_score
+_ROWS = 512  # positions whose logits are converted to float32 at a time
+_LOGITS = 1 << 32  # elements of the logits of a model that exist at once: 8 GiB in bfloat16
 
-# Number of positions whose logits are converted to float32 at a time.
-_ROWS = 2048
+Forward = Callable[..., Any]
+"""A causal model, or what answers the same calls."""
 
 
 @dataclass(frozen=True)
-class TextScores:
-    """Scores of a model on a text; the error of each is taken over windows.
+class TokenMeasures:
+    """Measures [N, S] float32 of the last S tokens of N windows.
 
     Attributes:
-        kl: mean KL(teacher || model) in nats per token.
-        agreement: share of tokens for which teacher and model have the same most likely token.
+        losses: negative log-probability in nats.
+        hits: 1 where the model's most likely token is the text's, else 0.
+        divergences: KL(teacher || model) in nats; None without a teacher.
+        agreements: 1 where model and teacher have the same most likely token, else 0; None without a teacher.
     """
 
-    perplexity: Score
-    kl: Score | None = None
-    agreement: Score | None = None
-
-
-@dataclass
-class WindowMeans:
-    """Means over the tokens of each window: loss and KL(teacher || model) in nats, and top-1 agreement.
-
-    `divergences` and `agreements` are empty without a teacher.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    divergences: list[float] = field(default_factory=list)
-    agreements: list[float] = field(default_factory=list)
-
-
-def score_text(model: PreTrainedModel, windows_NT: Tensor, teacher: PreTrainedModel | None = None) -> TextScores:
-    """Scores of every token but the first of each window [N, T] int64; the teacher runs on the same batches."""
-    means = window_means(model, windows_NT.to(model.device), _batch_rows(model, windows_NT.shape[1]), teacher)
-    if teacher is None:
-        return TextScores(perplexity_score(means.losses))
-    return TextScores(perplexity_score(means.losses), mean_score(means.divergences), mean_score(means.agreements))
-
-
-def score_repeat(model: PreTrainedModel, segments_NT: Tensor) -> Score:
-    """Perplexity of the second copy when each segment [N, T] int64 is given twice in a row.
-
-    It measures verbatim recall over T tokens: a model that can copy reaches almost 1. The error is over segments.
-    """
-    rows = _batch_rows(model, 2 * segments_NT.shape[1])
-    return perplexity_score(repeat_means(model, segments_NT.to(model.device), rows))
+    losses: np.ndarray
+    hits: np.ndarray
+    divergences: np.ndarray | None = None
+    agreements: np.ndarray | None = None
 
 
 @torch.inference_mode()
-def window_means(model: nn.Module, windows_NT: Tensor, rows: int, teacher: nn.Module | None = None) -> WindowMeans:
+def token_measures(
+    model: Forward, windows_NT: Tensor, scored: int, rows: int, vocabulary: int, teacher: Forward | None = None
+) -> TokenMeasures:
     """Run the model, and the teacher if given, on windows [N, T] int64 on the model's device.
 
     Args:
-        rows: windows per forward pass.
+        scored: tokens at the end of each window that are measured, fewer than T.
+        rows: windows per forward pass. Logits of too many tokens are computed in parts, each by a pass of its own.
+        vocabulary: of the model.
     """
-    means = WindowMeans()
-    for batch in windows_NT.split(rows):
-        logits = _next_token_logits(model, batch)
-        means.losses += _mean_rows(token_losses(logits, batch[:, 1:]))
+    batches = [_batch_measures(model, ids, scored, vocabulary, teacher) for ids in windows_NT.split(rows)]
+    return TokenMeasures(*(torch.cat(part).cpu().numpy() for part in zip(*batches, strict=True)))
+
+
+def _batch_measures(
+    model: Forward, ids_NT: Tensor, scored: int, vocabulary: int, teacher: Forward | None
+) -> tuple[Tensor, ...]:
+    """The fields of `TokenMeasures` that are not None, of one batch."""
+    length = ids_NT.shape[1]
+    size = max(1, _LOGITS // (len(ids_NT) * vocabulary))
+    parts = []
+    for tokens in torch.arange(length - scored, length, device=ids_NT.device).split(size):
+        found, correct = model(ids_NT, use_cache=False, logits_to_keep=tokens - 1).logits, ids_NT[:, tokens]
+        best = found.argmax(-1)
+        part = [token_losses(found, correct), (best == correct).float()]
         if teacher is not None:
-            teacher_logits = _next_token_logits(teacher, batch)
-            means.divergences += _mean_rows(token_divergences(teacher_logits, logits))
-            means.agreements += _mean_rows((teacher_logits.argmax(-1) == logits.argmax(-1)).float())
-    return means
-
-
-@torch.inference_mode()
-def repeat_means(model: nn.Module, segments_NT: Tensor, rows: int) -> list[float]:
-    """Mean loss in nats per token of the second copy of each segment [N, T] int64, `rows` segments per forward pass."""
-    length = segments_NT.shape[1]
-    means: list[float] = []
-    for batch in torch.cat([segments_NT, segments_NT], dim=1).split(rows):
-        logits = _next_token_logits(model, batch)[:, length - 1 :]
-        means += _mean_rows(token_losses(logits, batch[:, length:]))
-    return means
+            taught = teacher(ids_NT, use_cache=False, logits_to_keep=tokens - 1).logits
+            part += [token_divergences(taught, found), (best == taught.argmax(-1)).float()]
+        parts.append(part)
+    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
 
 def token_losses(logits_NTV: Tensor, tokens_NT: Tensor) -> Tensor:
@@ -115,17 +94,3 @@ def token_divergences(teacher_NTV: Tensor, student_NTV: Tensor) -> Tensor:
 def kl_from_log_probs(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p || q) [...] in nats from log-probabilities [..., V]."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _batch_rows(model: PreTrainedModel, length: int) -> int:
-    # Half of the budget, because the logits of model and teacher exist at the same time.
-    return max(1, token_budget(model) // (2 * length))
-
-
-def _next_token_logits(model: nn.Module, ids_NT: Tensor) -> Tensor:
-    """Logits [N, T - 1, V]; position t predicts token t + 1."""
-    return model(ids_NT, use_cache=False).logits[:, :-1]
-
-
-def _mean_rows(values_NT: Tensor) -> list[float]:
-    return values_NT.double().mean(dim=1).cpu().tolist()

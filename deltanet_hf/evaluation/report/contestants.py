@@ -23,7 +23,6 @@ from deltanet_hf.evaluation.lesions import switch_off_softmax, switch_off_state,
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
-from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.models.layers import LayerTable
@@ -165,7 +164,7 @@ def _table(folder: str) -> LayerTable | None:
 
 def _wiring(table: LayerTable | None) -> tuple[Any, bool]:
     """(configuration of the layers, whether softmax layers remain); (None, False) without a recurrent state."""
-    if table is None or not any(issubclass(kind.mixer, Mixer) for kind in table.converted.values()):
+    if table is None or not any(kind.mixer.has_state for kind in table.converted.values()):
         return None, False
     return table.to_dict(), bool(table.softmax)
 

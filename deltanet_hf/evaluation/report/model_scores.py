@@ -7,22 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.decoding.served import serve
-from deltanet_hf.evaluation.measures.continuations import exact_match, token_budget
-from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
-from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.evaluation.measures.measure import Measured, Settings, Text, measure, repeated
 from deltanet_hf.evaluation.measures.scores import Score
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.evaluation.measures.speed import SpeedPoint, measure_speed
-from deltanet_hf.evaluation.measures.text_scores import score_repeat, score_text
 from deltanet_hf.evaluation.report.contestants import BYTES_AT
 from deltanet_hf.evaluation.report.material import Material
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
+
+NOTHING = Measured(0, {})
+REPEAT, WORD = "repeat", "last_word_"
 
 
 @dataclass
@@ -31,20 +28,16 @@ class ModelScores:
 
     Attributes:
         tasks: name of an lm-eval task -> result.
-        texts: name of a text -> measure -> score.
-        recall: name of a recall measure -> score.
-        answers: name of a probe -> exact answers per sequence, for comparisons with the teacher.
-        control: of the teacher only, the same without the facts.
-        bytes: of the cache after 2,048 tokens.
+        texts: figures of the texts.
+        recall: figures of the exact repeat, the probes and last words, and the bytes of 2,048 tokens.
+        control: of the teacher only, the figures of the probes without the facts.
         seconds: name of a group of measurements -> duration.
     """
 
     tasks: dict[str, TaskResult] = field(default_factory=dict)
-    texts: dict[str, dict[str, Score]] = field(default_factory=dict)
-    recall: dict[str, Score] = field(default_factory=dict)
-    answers: dict[str, Clusters] = field(default_factory=dict)
-    control: dict[str, Clusters] = field(default_factory=dict)
-    bytes: int = 0
+    texts: Measured = NOTHING
+    recall: Measured = NOTHING
+    control: Measured = NOTHING
     speed: list[SpeedPoint] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -54,17 +47,35 @@ class ModelScores:
             name: {metric: score.to_dict() for metric, score in result.scores.items()}
             for name, result in self.tasks.items()
         }
-        texts = {name: {key: score.to_dict() for key, score in scores.items()} for name, scores in self.texts.items()}
-        recall = {name: score.to_dict() for name, score in self.recall.items()}
-        speed = [point.to_dict() for point in self.speed]
         return {
-            "bytes": self.bytes,
+            "bytes": self.recall.bytes,
             "tasks": tasks,
-            "texts": texts,
-            "recall": recall,
-            "speed": speed,
+            "texts": {name: _plain(scores) for name, scores in self._texts().items()},
+            "recall": _plain(self._recall()),
+            "speed": [point.to_dict() for point in self.speed],
             "seconds": self.seconds,
         }
+
+    def _texts(self) -> dict[str, dict[str, Score]]:
+        """Name of a text -> measure -> score."""
+        clusters = self.texts.clusters
+        found: dict[str, dict[str, Score]] = {}
+        for name in [key.removeprefix("loss_") for key in clusters if key.startswith("loss_")]:
+            found[name] = {"perplexity": clusters[f"loss_{name}"].perplexity}
+            if f"kl_{name}" in clusters:
+                found[name] |= {"kl": clusters[f"kl_{name}"].score, "agreement": clusters[f"top1_{name}"].score}
+        return found
+
+    def _recall(self) -> dict[str, Score]:
+        """Name of a recall measure -> score."""
+        clusters = self.recall.clusters
+        found = {f"{REPEAT}_perplexity": clusters[f"loss_{REPEAT}"].perplexity}
+        shown = [*self.recall.probes, *(name for name in clusters if name.startswith(WORD))]
+        return found | {name: clusters[name].score for name in shown}
+
+
+def _plain(scores: dict[str, Score]) -> dict[str, dict[str, float | None]]:
+    return {name: score.to_dict() for name, score in scores.items()}
 
 
 def measure_model(
@@ -89,24 +100,15 @@ def measure_model(
         say(f"{name}: {result.seconds[name]:.1f} s")
         started = time.perf_counter()
 
-    for name, windows in material.texts.items():
-        scores = score_text(model, windows, teacher)
-        found = {"perplexity": scores.perplexity, "kl": scores.kl, "agreement": scores.agreement}
-        result.texts[name] = {key: score for key, score in found.items() if score is not None}
     if material.texts:
+        texts = {name: Text(windows) for name, windows in material.texts.items()}
+        result.texts = measure(model, Settings(texts, teacher))
         lap("texts")
-    result.recall["repeat_perplexity"] = score_repeat(model, material.repeat)
-    for name, probes in material.recall.items():
-        result.answers[name] = _exact(model, probes)
-        result.recall[name] = result.answers[name].score
-        if teacher is None:
-            result.control[name] = _exact(model, [probe.without_facts() for probe in probes])
-    result.bytes = sequence_bytes(model, BYTES_AT)
-    with torch.inference_mode():
-        for name, requests in material.last_word.items():
-            result.recall[f"last_word_{name}"] = exact_match(
-                _last_logits(model), requests, model.device, token_budget(model)
-            )
+    words = {f"{WORD}{name}": requests for name, requests in material.last_word.items()}
+    recall = Settings({REPEAT: repeated(material.repeat)}, None, material.recall, words, BYTES_AT)
+    result.recall = measure(model, recall)
+    if teacher is None:
+        result.control = measure(model, recall.without_facts())
     lap("recall")
     if material.harness is not None:
         lm = DeltaNetLM(model, tokenizer=tokenizer, batch_size="auto")
@@ -117,13 +119,3 @@ def measure_model(
     if material.speed_lengths:
         lap("speed")
     return result
-
-
-def _exact(model: PreTrainedModel, probes: list[Probe]) -> Clusters:
-    """Exact answers, clustered by probe."""
-    outcomes = answer_outcomes(model, probes)
-    return Clusters.of(outcomes.exact, outcomes.owners)
-
-
-def _last_logits(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
-    return lambda ids, keep: model(ids, use_cache=False, logits_to_keep=keep).logits

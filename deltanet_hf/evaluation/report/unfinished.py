@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.measures.speed import SpeedPoint
 from deltanet_hf.evaluation.report.bench import Outcome
@@ -24,6 +24,7 @@ from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.journal import Journal, file_states
 
 JOURNAL = ".unfinished.jsonl"
+MEASURED = ("texts", "recall", "control")  # attributes of `ModelScores`
 WITHOUT_EFFECT = ("out", "processes")  # options that do not change the scores
 
 
@@ -79,14 +80,10 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
     scores = outcome.scores
     return {
         "tasks": {
-            name: {"samples": result.samples.tolist(), "scores": _plain(result.scores)}
+            name: {"samples": result.samples.tolist(), "scores": {key: asdict(s) for key, s in result.scores.items()}}
             for name, result in scores.tasks.items()
         },
-        "texts": {name: _plain(found) for name, found in scores.texts.items()},
-        "recall": _plain(scores.recall),
-        "answers": {name: [part.sums.tolist(), part.sizes.tolist()] for name, part in scores.answers.items()},
-        "control": {name: [part.sums.tolist(), part.sizes.tolist()] for name, part in scores.control.items()},
-        "bytes": scores.bytes,
+        **{name: getattr(scores, name).to_dict() for name in MEASURED},
         "speed": [point.to_dict() for point in scores.speed],
         "seconds": scores.seconds,
         "settings": outcome.settings,
@@ -97,28 +94,15 @@ def _outcome(figures: dict[str, Any], suite: str) -> Outcome:
     """The inverse of `_figures`."""
     scores = ModelScores(
         tasks={
-            name: TaskResult(np.asarray(result["samples"], dtype=np.float64), _scores(result["scores"]))
+            name: TaskResult(
+                np.asarray(result["samples"], dtype=np.float64),
+                {key: Score(**values) for key, values in result["scores"].items()},
+            )
             for name, result in figures["tasks"].items()
         },
-        texts={name: _scores(found) for name, found in figures["texts"].items()},
-        recall=_scores(figures["recall"]),
-        answers={name: _clusters(*part) for name, part in figures["answers"].items()},
-        control={name: _clusters(*part) for name, part in figures["control"].items()},
-        bytes=figures["bytes"],
+        **{name: Measured.from_dict(figures[name]) for name in MEASURED},
         speed=[SpeedPoint(**point) for point in figures["speed"]],
         seconds=figures["seconds"],
     )
     settings = figures["settings"]
     return Outcome(scores, [task for task in SUITES[suite].tasks if task.name in settings["tasks"]], settings)
-
-
-def _plain(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
-    return {name: asdict(score) for name, score in scores.items()}
-
-
-def _scores(values: Mapping[str, dict[str, Any]]) -> dict[str, Score]:
-    return {name: Score(**value) for name, value in values.items()}
-
-
-def _clusters(sums: list[float], sizes: list[int]) -> Clusters:
-    return Clusters(np.asarray(sums, dtype=np.float64), np.asarray(sizes, dtype=np.int64))

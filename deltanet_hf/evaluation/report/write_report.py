@@ -97,10 +97,8 @@ def _document(rows: list[Row], last: Outcome) -> dict[str, Any]:
 
     def kept(scores: ModelScores) -> dict[str, dict[str, float | None]]:
         """Recall relative to the teacher, of the probes that can show it."""
-        found = {
-            name: relative_score(scores.answers[name], teacher.answers[name], control)
-            for name, control in teacher.control.items()
-        }
+        own, taught, control = (measured.clusters for measured in (scores.recall, teacher.recall, teacher.control))
+        found = {name: relative_score(own[name], taught[name], control[name]) for name in teacher.control.probes}
         return {name: score.to_dict() for name, score in found.items() if score is not None}
 
     return {

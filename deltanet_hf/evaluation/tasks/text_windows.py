@@ -48,7 +48,13 @@ def encode_documents(documents: Iterable[str], tokenizer: PreTrainedTokenizerBas
     return np.asarray(ids, dtype=np.int64)
 
 
-def windows(ids: np.ndarray, length: int, count: int) -> Tensor:
-    """The first `count` windows [count, length] int64 of a text, without overlap; fewer if the text is too short."""
-    count = min(count, ids.size // length)
-    return torch.from_numpy(ids[: count * length].reshape(count, length))
+def windows(ids: np.ndarray, length: int, count: int, spread: bool = False) -> Tensor:
+    """`count` windows [count, length] int64 of a text, without overlap; fewer if the text is too short.
+
+    Args:
+        spread: evenly over the text, and not the first.
+    """
+    available = ids.size // length
+    count = min(count, available)
+    chosen = np.linspace(0, available - 1, count).round().astype(int) if spread else np.arange(count)
+    return torch.from_numpy(ids[: available * length].reshape(available, length)[chosen])

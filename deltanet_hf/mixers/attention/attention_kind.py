@@ -108,6 +108,7 @@ class AttentionKind(LayerKind):
 
     Settings: ClassVar[type[MixerSettings]] = AttentionKindSettings
     in_tables: ClassVar[str] = "global"
+    keeps_all_tokens: ClassVar[bool] = True
 
     settings: Any
     config: Any

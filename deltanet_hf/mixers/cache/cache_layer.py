@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.cache.static_state import StaticMixerCacheLayer
 
@@ -42,10 +43,9 @@ def layer_at(cache: Cache, layer_idx: int) -> Any:
 
 def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:
     """Raises ValueError if a layer of a cache, which `owner` did not fill, holds tokens."""
-    if isinstance(layer, CacheLayerMixin):
-        held = layer.is_initialized and int(layer.get_seq_length()) > 0
-    else:  # transformers' own states of linear attention
-        held = any(layer.has_previous_state.values())
+    tokens = as_cache_layer(layer).tokens
+    # transformers' own states of linear attention do not count
+    held = any(layer.has_previous_state.values()) if tokens is None else int(tokens) > 0
     if held:
         raise ValueError(
             f"cache: layer {layer_idx} holds what a layer of another kind kept, which a {owner} layer cannot "

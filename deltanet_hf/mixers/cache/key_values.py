@@ -33,6 +33,10 @@ class OtherLayer(CacheLayer):
         return len(keys) if isinstance(keys, Tensor) and keys.dim() == 4 else -1
 
     @property
+    def tokens(self) -> int | Tensor | None:
+        return self.layer.get_seq_length() if hasattr(self.layer, "get_seq_length") else None
+
+    @property
     def nbytes(self) -> int:
         return sum(_nbytes(getattr(self.layer, name, None)) for name in ("keys", "values", *QUANTISED))
 

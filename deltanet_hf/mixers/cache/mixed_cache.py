@@ -24,6 +24,7 @@ class MixedCacheLayer(CacheLayer, CacheLayerMixin):
     """
 
     supports_early_init = False
+    owner = "mixed"
 
     def __init__(self, parts: dict[str, Any], growing: str | None = None) -> None:
         self.keys = self.values = None
@@ -231,8 +232,8 @@ def mixed_cache_layer(
         ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
     """
     layer: Any = layer_at(cache, layer_idx)
-    if not isinstance(layer, MixedCacheLayer):
-        refuse_filled(layer, layer_idx, "mixed")
+    if getattr(layer, "owner", None) != MixedCacheLayer.owner:
+        refuse_filled(layer, layer_idx, MixedCacheLayer.owner)
         parts: dict[str, Any] = {} if growing is None else {growing: layer}
         parts |= {name: new_layer(cache, kind) for name, kind in constant.items()}
         layer = ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)

@@ -47,6 +47,11 @@ class CacheLayer:
         """B; -1 before the first token."""
         raise NotImplementedError
 
+    @property
+    def tokens(self) -> int | Tensor | None:
+        """Number of tokens that it has seen, on the device in static caches; None if the layer does not count them."""
+        return self.get_seq_length()  # type: ignore[attr-defined, no-any-return]
+
     def tensors(self, window: int | None = None) -> State:
         """All that it holds, not copied; empty before the first token.
 

@@ -82,6 +82,12 @@ class MixerProjections(MixerSettings):
             got = f"{where}.output_gate_rank: got {self.output_gate_rank}"
             raise ValueError(f"{got}, expected 0 because output_gate is false")
 
+    def sized_for(self: S, teacher: PreTrainedConfig) -> S:
+        """As in the base class: a wide teacher gets an output gate through as many dimensions as a head."""
+        if teacher.hidden_size < WIDE or not self.output_gate:
+            return self
+        return replace(self, output_gate_rank=head_size(teacher))
+
     def of_sliding_layer(self: S) -> S:
         """The settings of a layer that slides in the teacher, which sees nothing of what has left its window."""
         if not self.delayed:
@@ -118,13 +124,6 @@ DELAYED: dict[str, Any] = {
 WIDE = 2048  # hidden size
 """From here on the output gate is narrow by default: a full matrix is 7% of an 8B layer's matrix products, and it costs
 no quality to do without (docs/results.md). In a small model its further launch would take as long as it saves."""
-
-
-def sized_for(settings: MixerProjections, config: PreTrainedConfig) -> MixerProjections:
-    """The settings for a teacher of this size: a wide one gets an output gate through as many dimensions as a head."""
-    if config.hidden_size < WIDE or not settings.output_gate:
-        return settings
-    return replace(settings, output_gate_rank=head_size(config))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,14 @@ class LayerKind:
     new_weights: ClassVar[bool] = True
     """Whether it has weights that the teacher does not have: recipes align such layers and train them in full.
     Otherwise its weights are the teacher's, and recipes treat them as those of softmax attention."""
+    has_state: ClassVar[bool] = False
+    """Whether it is a mixer with a recurrent state, which may stand beside a window and for some heads of a layer."""
+    keeps_all_tokens: ClassVar[bool] = False
+    """Whether it is the family's attention to all tokens, with or without something added."""
+    reads_further: ClassVar[bool] = False
+    """Whether it can stand in a model that has more positions than the teacher (`models/far_positions.py`)."""
+    may_delay: ClassVar[bool] = False
+    """Whether its state beside a window may hold what has left the window, instead of every token."""
     rearranges_weights: ClassVar[bool] = False
     """Whether it has the teacher's weights in other places or other numbers: a conversion checks them through softmax
     attention (`deltanet_convert/compare_to_teacher.py`)."""
@@ -105,9 +113,35 @@ class LayerKind:
         """The layers whose sum it is, by their names in it; most kinds are their own only branch, under the name ""."""
         return {"": self}
 
+    @property
+    def branch_heads(self) -> dict[str, Any]:
+        """The key/value heads of each branch, as an index of a tensor of all."""
+        return {"": slice(None)}
+
     def part_of(self, attention: Any, branch: str) -> nn.Module:
         """The part of a complete softmax attention, weights included, that a branch replaces."""
         return attention  # type: ignore[no-any-return]
+
+    @property
+    def softmax_parts(self) -> list[tuple[Any, int]]:
+        """The modules that keep keys and values for softmax attention, and their numbers of key/value heads."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        return [(self, int(config.num_key_value_heads))]
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The window that it has in place of softmax attention to all tokens, or beside its state; None without one."""
+        return None
+
+    def use_window(self, tokens: int) -> None:
+        """Give the window that it has in place of softmax attention another length; other kinds stay as they are."""
+
+    def start_neutral(self, spread: float) -> None:
+        """Give new parameters values with which it computes what the teacher's attention does, as far as it can.
+
+        Args:
+            spread: standard deviation of the family's projections in training from scratch.
+        """
 
     def use_cache_bits(self, bits: int) -> None:
         """Let the keys and values that it keeps have this many bits in the cache.

@@ -61,6 +61,7 @@ class Mixer(LayerKind, nn.Module):
     """
 
     Settings: ClassVar[type[MixerProjections]] = MixerProjections
+    has_state: ClassVar[bool] = True
     rearranges_weights: ClassVar[bool] = True
     may_delay: ClassVar[bool] = True
     """Whether the rule can have a state of what has left the window: a token writes its own key and value once, and the
@@ -115,6 +116,14 @@ class Mixer(LayerKind, nn.Module):
     @classmethod
     def recurrent_settings(cls, settings: Any) -> Any:
         return settings
+
+    @property
+    def softmax_parts(self) -> list[tuple[Any, int]]:
+        return [] if self.window_branch is None else [(self.window_branch, self.window_branch.kv_heads)]
+
+    @property
+    def window_tokens(self) -> int | None:
+        return None if self.window_branch is None else self.window_branch.window
 
     # What a subclass says.
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
+from transformers import PreTrainedConfig
+
 Self = TypeVar("Self", bound="MixerSettings")
 
 
@@ -33,6 +35,10 @@ class MixerSettings:
         settings = cls(**values)
         settings.validate(where)
         return settings
+
+    def sized_for(self: Self, teacher: PreTrainedConfig) -> Self:
+        """The same for a teacher of this size."""
+        return self
 
     def with_window(self: Self, window: int) -> Self:
         """The same with a window of so many tokens, for mixers that have one."""

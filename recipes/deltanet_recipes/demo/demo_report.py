@@ -13,7 +13,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from deltanet_recipes.demo.measure import Row, perplexity
+from deltanet_hf.evaluation.measures.scores import Score
+from deltanet_recipes.demo.measure import Row
 from deltanet_recipes.training.logbook import layer_errors, read_log
 
 ERRORS_PLOT, MEMORY_PLOT = "layer_errors.png", "cache_memory.png"
@@ -97,9 +98,9 @@ def _summary(
         "|---|---|---|---|",
     ]
     for row in rows:
-        repeat = "{:.2f} ± {:.2f}".format(*perplexity(row.repeat))
+        repeat = Score(*row.repeat, items=1).exp()
         memory, kl = "{:.1f} / {:.0f}".format(*row.megabytes), "{:.3f} ± {:.3f}".format(*row.kl)
-        lines.append(f"| {row.name} | {memory} | {kl} | {repeat} |")
+        lines.append(f"| {row.name} | {memory} | {kl} | {repeat.value:.2f} ± {repeat.stderr:.2f} |")
     return lines
 
 

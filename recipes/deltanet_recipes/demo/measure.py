@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from deltanet_convert.select.units import evenly
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.evaluation.free_policies import WindowPolicy, longest_window
-from deltanet_hf.evaluation.measures.scores import Score, mean_score
-from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
+from deltanet_hf.evaluation.measures.measure import Settings, Text, measure
 from deltanet_hf.journal import Journal, file_states
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import SOFTMAX
@@ -65,11 +66,18 @@ class DemoMeasure:
             self._journal.begin(request)
         text = shipped_texts()[-1].read_text(encoding="utf-8")
         ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
-        self.running = ids[-LENGTH:].unsqueeze(0)
+        running = ids[-LENGTH:].unsqueeze(0)
         parts = ids[-2 * LENGTH : -LENGTH][: PASSAGES * (PASSAGE + BETWEEN)].view(PASSAGES, -1)
-        self.repeats = torch.cat([parts, parts[:, :PASSAGE]], dim=1)
+        repeats = torch.cat([parts, parts[:, :PASSAGE]], dim=1)
+        texts = {"running": Text(running, block=BLOCK), "repeat": Text(repeats, PASSAGE, PART, compared=False)}
         with torch.inference_mode():
-            self.hidden = self.teacher.model(self.running, use_cache=False).last_hidden_state
+            hidden = self.teacher.model(running, use_cache=False).last_hidden_state
+
+        def teacher(ids: Tensor, use_cache: bool, logits_to_keep: Tensor) -> Any:
+            """The teacher on the running text, which it reads once for all rows."""
+            return SimpleNamespace(logits=self.teacher.lm_head(hidden[:, logits_to_keep]))
+
+        self._settings = Settings(texts, teacher)
 
     def student(self, name: str) -> Row:
         """The row of a student."""
@@ -101,41 +109,19 @@ class DemoMeasure:
         if name in self._journal.steps:
             return _row(self._journal.steps[name])
         model = load()
-        kl, repeat, bits = self._divergence(model), self._repeat(model), cache_bits_of(model)
+        clusters, bits = measure(model, self._settings).clusters, cache_bits_of(model)
         near, far = (stored_bytes(model, tokens, bits, torch.bfloat16) / 1e6 for tokens in (LENGTH, FAR))
+        kl, repeat = clusters["kl_running"].score, clusters["loss_repeat"].score
         row = Row(name, (near, far), (kl.value, kl.stderr), (repeat.value, repeat.stderr))
         self._say(f"{name}: KL {row.kl[0]:.3f}")
         self._journal.done(name, asdict(row))
         return row
-
-    @torch.inference_mode()
-    def _divergence(self, model: PreTrainedModel) -> Score:
-        own = self.hidden if model is self.teacher else model.model(self.running, use_cache=False).last_hidden_state
-        samples = []
-        for wanted, found in zip(self.hidden.split(BLOCK, dim=1), own.split(BLOCK, dim=1), strict=True):
-            # The logits of all tokens at once would take gigabytes.
-            samples.append(float(token_divergences(self.teacher.lm_head(wanted), model.lm_head(found)).mean()))
-        return mean_score(samples)
-
-    @torch.inference_mode()
-    def _repeat(self, model: PreTrainedModel) -> Score:
-        samples: list[float] = []
-        for ids in self.repeats.split(1):
-            logits = model(ids, use_cache=False, logits_to_keep=PASSAGE + 1).logits[:, :-1]
-            samples += token_losses(logits, ids[:, -PASSAGE:]).view(-1, PART).mean(1).tolist()
-        return mean_score(samples)
 
 
 def softmax_layers(folder: Path) -> list[int]:
     """The layers of a converted model that keep softmax attention."""
     layers = json.loads((folder / "config.json").read_text())["deltanet"]["layers"]
     return [index for index, kind in enumerate(layers) if kind == SOFTMAX]
-
-
-def perplexity(loss: tuple[float, float]) -> tuple[float, float]:
-    """Perplexity and its standard error from a mean loss and its error."""
-    value = math.exp(loss[0])
-    return value, value * loss[1]
 
 
 def _load(folder: Path) -> PreTrainedModel:

@@ -25,7 +25,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltanet_recipes.schema import Align, Stage
-from deltanet_recipes.training.sizes import ModelSizes, StageSizes
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a decoder layer.
+
+    Attributes:
+        converted: whether it has a mixer with weights that the teacher does not have.
+        teacher: weights of the teacher's layer.
+        matrices: weights of the matrices that a token meets; of experts, those that it uses.
+        in_mixer: those of the mixer, 0 unless converted.
+        states: numbers of the mixer's recurrent states, without those of convolutions; 0 unless converted.
+        passed: numbers per token that enter and leave the matrices of the mixer or attention. Outputs count twice:
+            before and after norm, convolution, rotation or activation.
+    """
+
+    converted: bool
+    teacher: int
+    matrices: int
+    in_mixer: int
+    states: int
+    passed: int
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a student and its teacher.
+
+    Attributes:
+        layers: from the first to the last.
+        hidden, mlp: width of the residual stream, and of the feed-forward block for one token.
+        queries: width of the queries of all heads of the teacher's attention.
+        attention: weights of the projections of one attention layer of the teacher.
+        outside: weights outside of the layers: embeddings, output matrix, last norm.
+        vocabulary: rows of the output matrix.
+    """
+
+    layers: tuple[LayerSizes, ...]
+    hidden: int
+    mlp: int
+    queries: int
+    attention: int
+    outside: int
+    vocabulary: int
 
 
 @dataclass(frozen=True)
@@ -41,8 +84,9 @@ class Flops:
         return self.teacher + self.forward + self.backward
 
 
-def training_flops(stage: Stage, models: ModelSizes, sizes: StageSizes) -> Flops:
-    """Operations per token of one stage; those of layerwise alignment are summed over all mixers."""
+def training_flops(stage: Stage, models: ModelSizes, trained: int, adapters: int) -> Flops:
+    """Operations per token of one stage, which trains so many weights, adapters among them; those of layerwise
+    alignment are summed over all mixers."""
     layers, converted = models.layers, [layer for layer in models.layers if layer.converted]
     softmax = 2.0 * stage.sequence_length * models.queries  # of one layer
     mixing = 6.0 * sum(layer.states for layer in converted)
@@ -54,5 +98,5 @@ def training_flops(stage: Stage, models: ModelSizes, sizes: StageSizes) -> Flops
     passes = 2 if stage.recall_weight > 0 else 1
     head = models.vocabulary * models.hidden
     mixed = mixing + (len(layers) - len(converted)) * softmax
-    through = 2.0 * (own + head + sizes.adapters)
-    return Flops(passes * (teacher + 2.0 * head), through + mixed, through + 2.0 * sizes.trained + 2 * mixed)
+    through = 2.0 * (own + head + adapters)
+    return Flops(passes * (teacher + 2.0 * head), through + mixed, through + 2.0 * trained + 2 * mixed)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import AttentionKind, LayerKind
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import DistilBase, stage_name
@@ -33,7 +33,7 @@ def kept_attention(student: nn.Module) -> Iterator[tuple[int, str, Any]]:
         name = mixer_name(layer)
         module = layer.get_submodule(name)
         for branch, attention in branches_of(module).items():
-            if isinstance(attention, AttentionKind) or not isinstance(attention, LayerKind):
+            if kind_of(attention).keeps_all_tokens:
                 yield index, ".".join(filter(None, ("model.layers", str(index), name, branch))), attention
 
 

@@ -10,7 +10,7 @@ import yaml
 from transformers import PreTrainedConfig
 
 from deltanet_convert.views.card_header import Metric, card_header, licence_note, licence_of
-from deltanet_hf.mixers import AttentionKind, LayerKind
+from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_hf.version import install_command
@@ -42,7 +42,7 @@ def write_card(
         heading = _imported(Path(recipe.student).name, title)
     else:
         heading = _converted(title, " and ".join(mixer.title for mixer in new) or "Windowed")
-    linear = ["linear-attention"] if any(not issubclass(mixer, AttentionKind) for mixer in new) else []
+    linear = ["linear-attention"] if any(not mixer.keeps_all_tokens for mixer in new) else []
     tags = [*(mixer.name.replace("_", "-") for mixer in new), *linear, "distillation"]
     student = Path(recipe.student)
     metrics, licence = _metrics(rows, recipe.stages[-1]), licence_note(student.name if imported else title, student)

@@ -16,7 +16,7 @@ from deltanet_convert.storage.safetensors_folder import read_json
 from deltanet_hf import loading  # its package registers the converted families
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.families import FAMILIES, PREFIX, UNPACKABLE
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
@@ -247,7 +247,7 @@ def mixer_name(layer: nn.Module) -> str:
 def mixers(student: nn.Module) -> dict[int, Any]:
     """The mixers by layer index, without those whose weights are all the teacher's (`LayerKind.new_parts`)."""
     found = {index: layer.get_submodule(mixer_name(layer)) for index, layer in enumerate(decoder_layers(student))}
-    return {index: mixer for index, mixer in found.items() if isinstance(mixer, LayerKind) and mixer.new_parts()}
+    return {index: mixer for index, mixer in found.items() if kind_of(mixer).new_parts()}
 
 
 def is_imported(student: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deltanet_hf.mixers import LayerKind
-from deltanet_hf.mixers.layer.window_branch import WindowBranch
+from deltanet_hf.models.layers import layers_with_states
 from deltanet_recipes.schema import Stage, StageBase, stage_name
 from deltanet_recipes.schema_sections import Optimizer
 
@@ -78,7 +78,7 @@ def _mixer_group(name: str, settings: Optimizer) -> str:
 
 def unset_rates(stages: Sequence[Stage], student: nn.Module) -> str | None:
     """A line about the stages that set no rates of their own for a student with windows; None where all is set."""
-    if not any(isinstance(module, WindowBranch) for module in student.modules()):
+    if not any(layer.softmax_parts for layer in layers_with_states(student)):
         return None
     names = [stage_name(stage) for stage in stages if stage.optimizer.share_lr is None]
     if not names:

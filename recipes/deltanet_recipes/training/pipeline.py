@@ -16,7 +16,7 @@ from deltanet_hf.journal import first_difference
 from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.data.prepare import RecipeData, write_report
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.cost_estimate import estimates, print_plan, show_plan
+from deltanet_recipes.training.estimate import estimates
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
 from deltanet_recipes.training.finished_stages import finished_stages, load_stage, save_stage
@@ -32,6 +32,7 @@ from deltanet_recipes.training.model_pair import (
 )
 from deltanet_recipes.training.optim import unset_rates
 from deltanet_recipes.training.peers import peers_alive
+from deltanet_recipes.training.plan_view import print_plan, show_plan
 from deltanet_recipes.training.run_plots import draw_plots
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.stages import StageRun

@@ -14,9 +14,9 @@ from torch import nn
 from deltanet_hf.errors import QualityError, UserError, one_line
 from deltanet_recipes.schema import StageBase
 from deltanet_recipes.schema_sections import Log
+from deltanet_recipes.training.estimate import LESS_MEMORY
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.logbook import Logbook
-from deltanet_recipes.training.memory_estimate import LESS_MEMORY
 from deltanet_recipes.training.microstep import MicroStep
 from deltanet_recipes.training.optim import make_optimizers, parameter_groups, rate_factor, set_rates
 from deltanet_recipes.training.runtime import Runtime

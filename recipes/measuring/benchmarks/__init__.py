@@ -1,1 +1,1 @@
-"""Benchmarks of whole models and conversions: speed, training of large shapes, memory, quality before training."""
+"""Benchmarks of whole models and conversions: speed, training of large shapes, memory."""

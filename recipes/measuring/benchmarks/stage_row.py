@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from deltanet_recipes.training.cost_estimate import PLAN
 from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.plan_view import PLAN
 
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense products in bfloat16, operations per second of one GPU (NVIDIA's data sheets), by a part of its name."""

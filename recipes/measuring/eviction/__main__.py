@@ -113,7 +113,7 @@ def main(
     gates = Gates(student, heads)
     train_gates(whole, student, gates, rows, stage, share, seed, typer.echo)
     measured = measure(student)
-    held = kept_share(student, gates, measure.windows["4k"])
+    held = kept_share(student, gates, measure.windows["4k"].to(device))
     sizes = {name: heads.bytes(count, held) for name, count in LENGTHS.items()}
     measured = replace(measured, bytes=sizes["mb_2k"])
     parts = ["eviction", keep, *(["plan"] if plan else []), *(["lora"] if adapters else []), f"seed{seed}" * (seed > 0)]

@@ -12,7 +12,7 @@ from deltanet_hf.exit_codes import run_command
 from measuring.kernels.harness import run
 
 NAMES = (
-    *("chunk", "group", "erase", "channel_gates", "inner_training", "window"),
+    *("chunk", "group", "channel_gates", "inner_training", "window"),
     *("decode", "window_step", "decode_attention", "packed_attention", "host_time", "first_call", "cpu"),
 )
 

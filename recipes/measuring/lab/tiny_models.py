@@ -13,9 +13,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import Mixer
 from deltanet_hf.models.factory import model_class
-from deltanet_hf.models.layers import SOFTMAX
+from deltanet_hf.models.layers import SOFTMAX, layers_with_states
 
 NO_POSITIONS = {"rope": False, "k_offset": False, "delayed": False}
 """Settings of every mixer that has them: a position tells nothing in these tasks, no key is centred, and a state beside
@@ -92,7 +91,6 @@ def tiny_model(table: LayerTable, vocabulary: int, width: int, heads: int, head_
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = model_class("llama")(converted_config(config, table))
-        for layer in model.model.layers:
-            if isinstance(layer.self_attn, Mixer):
-                layer.self_attn.start_from_scratch(spread)
+        for layer in layers_with_states(model):
+            layer.start_from_scratch(spread)
     return model

@@ -10,12 +10,11 @@ exist. Bigram recall is (student - control) / (teacher - control) in top-1 accur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
-
-from deltanet_hf.evaluation.measures.relative import Clusters
-from measuring.study.token_measures import TokenMeasures
+import torch
+from torch import Tensor, nn
 
 CONTEXT = 64  # tokens of the control's pieces; occurrences nearer than this are not recall
 BINS = {"near": (1, 64), "64_to_255": (64, 256), "256_to_1023": (256, 1024), "from_1024": (1024, 1 << 30)}
@@ -46,17 +45,39 @@ def in_range(distances: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     return (distances >= limits[0]) & (distances < limits[1])
 
 
-def clusters_where(values: np.ndarray, where: np.ndarray) -> Clusters:
-    """Sums per window of `values` [N, T] over the tokens where `where` [N, T] holds."""
-    return Clusters((values * where).sum(axis=1, dtype=np.float64), where.sum(axis=1))
+def bigram_parts(distances: np.ndarray) -> dict[str, np.ndarray]:
+    """The tokens in each bin of distance: `bigram_BIN` [N, T - 1] bool, and `bigram` for all distances from 64."""
+    bins = {"bigram": FAR, **{f"bigram_{name}": limits for name, limits in BINS.items()}}
+    return {name: in_range(distances, limits) for name, limits in bins.items()}
 
 
-def bigram_clusters(measures: TokenMeasures, distances: np.ndarray) -> Mapping[str, Clusters]:
-    """Accuracy and KL per bin of distance: `bigram_BIN` and `bigram_BIN_kl`, `bigram` for all distances from 64."""
-    found: dict[str, Clusters] = {}
-    for name, limits in {"bigram": FAR, **{f"bigram_{name}": limits for name, limits in BINS.items()}}.items():
-        where = in_range(distances, limits)
-        found[name] = clusters_where(measures.hits, where)
-        if measures.divergences is not None:
-            found[f"{name}_kl"] = clusters_where(measures.divergences, where)
-    return found
+@torch.inference_mode()
+def short_context_hits(
+    model: nn.Module, windows_NT: Tensor, context: int, rows: int, prefix: Sequence[int] = ()
+) -> np.ndarray:
+    """Hits [N, T - 1] of a model that sees at most `context` - 1 and at least `context` / 2 tokens before: 1 where its
+    most likely token is the text's, else 0.
+
+    Windows are read in overlapping pieces of `context` tokens (even), of which the second half is scored. Near the
+    start of a window, all tokens before are seen.
+
+    Args:
+        rows: pieces per forward pass.
+        prefix: tokens that precede every piece and are not scored.
+    """
+    half = context // 2
+    count, length = windows_NT.shape
+    short = max(context - length, -length % half)
+    pieces = nn.functional.pad(windows_NT, (0, short)).unfold(1, context, half)  # [N, P, context]
+    hits = []
+    for batch in pieces.flatten(0, 1).split(rows):
+        predicted = model(_preceded(batch, prefix), use_cache=False).logits[:, len(prefix) : -1].argmax(-1)
+        hits.append((predicted == batch[:, 1:]).float())
+    scored = torch.cat(hits).view(count, pieces.shape[1], context - 1)
+    whole = torch.cat([scored[:, 0, : half - 1], scored[:, :, half - 1 :].flatten(1)], dim=1)
+    return whole[:, : length - 1].cpu().numpy()
+
+
+def _preceded(batch_NT: Tensor, prefix: Sequence[int]) -> Tensor:
+    """The rows with the prefix before each: [N, K + T]."""
+    return torch.cat([batch_NT.new_tensor([list(prefix)] * len(batch_NT)).view(len(batch_NT), -1), batch_NT], dim=1)

@@ -21,16 +21,14 @@ from typing import Annotated, Any, get_args
 import numpy as np
 import torch
 import typer
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_convert.conversion import convert
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
-from deltanet_hf.data import prefix_ids
+from deltanet_hf.data import with_prefix
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.probes import answer_outcomes
+from deltanet_hf.evaluation.measures.measure import Settings, Text, measure
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
 from deltanet_hf.models.cache_bits import cache_bits_of, stored_bytes
@@ -41,50 +39,34 @@ from measuring.study.far_needles import KINDS
 LENGTHS = (8192, 16384, 32768)
 SCORED = 2048  # tokens at the end of a text whose nats are measured
 TEXTS, PROBES = 8, 20  # of each length
-LOSSES = 512  # tokens whose logits are normalised at a time
 Maker = Callable[[], PreTrainedModel]
 
 
-class FarMeasure:
-    """Measures models at `LENGTHS`.
+def far_settings(tokenizer: PreTrainedTokenizerBase, novels: np.ndarray) -> Settings:
+    """What is measured at `LENGTHS`.
 
     Args:
         novels: token ids [n] of running text.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, novels: np.ndarray) -> None:
-        if novels.size < max(LENGTHS):
-            raise UserError(f"novels: got {novels.size:,} tokens, a text takes {max(LENGTHS):,}; give a longer array")
-        self.prefix = prefix_ids(tokenizer)
-        self.ends = np.linspace(max(LENGTHS), novels.size, TEXTS).astype(int)
-        self.novels = novels
-        self.probes = {
-            f"{name}_{_short(length)}": kind.probes(tokenizer, novels, length, PROBES)
-            for length in LENGTHS
-            for name, kind in KINDS.items()
-        }
-
-    def __call__(self, model: PreTrainedModel) -> Row:
-        """Shares of numbers that are found, and nats per token; the bytes of a sequence of the greatest length."""
-        found = {name: round(float(answer_outcomes(model, some).exact.mean()), 3) for name, some in self.probes.items()}
-        nats = {f"nats_{_short(length)}": round(self._nats(model, length), 4) for length in LENGTHS}
-        size = stored_bytes(model, max(LENGTHS), cache_bits_of(model), torch.bfloat16)
-        return {**found, **nats, f"MB_{_short(max(LENGTHS))}": round(size / 1e6, 1)}
-
-    @torch.inference_mode()
-    def _nats(self, model: PreTrainedModel, length: int) -> float:
-        losses: list[Tensor] = []
-        for end in self.ends:
-            text = [*self.prefix, *self.novels[end - length : end].tolist()]
-            ids = torch.tensor([text], device=model.device)
-            logits = model(ids, use_cache=False, logits_to_keep=SCORED + 1).logits[0, :-1]
-            right = ids[0, -SCORED:]
-            losses += map(_losses, logits.split(LOSSES), right.split(LOSSES))
-        return float(torch.cat(losses).double().mean())
+    if novels.size < max(LENGTHS):
+        raise UserError(f"novels: got {novels.size:,} tokens, a text takes {max(LENGTHS):,}; give a longer array")
+    ends = np.linspace(max(LENGTHS), novels.size, TEXTS).astype(int)
+    texts, probes = {}, {}
+    for length in LENGTHS:
+        cut = torch.from_numpy(np.stack([novels[end - length : end] for end in ends]))
+        texts[_short(length)] = Text(with_prefix(cut, tokenizer), SCORED)
+        for name, kind in KINDS.items():
+            probes[f"{name}_{_short(length)}"] = kind.probes(tokenizer, novels, length, PROBES)
+    return Settings(texts, probes=probes)
 
 
-def _losses(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), ids, reduction="none")
+def far_row(model: PreTrainedModel, settings: Settings) -> Row:
+    """Shares of numbers that are found, and nats per token; the bytes of a sequence of the greatest length."""
+    measured = measure(model, settings)
+    found = {name: round(measured.clusters[name].mean, 3) for name in measured.probes}
+    nats = {f"nats_{name}": round(measured.clusters[f"loss_{name}"].mean, 4) for name in settings.texts}
+    size = stored_bytes(model, max(LENGTHS), cache_bits_of(model), torch.bfloat16)
+    return {**found, **nats, f"MB_{_short(max(LENGTHS))}": round(size / 1e6, 1)}
 
 
 def _short(tokens: int) -> str:
@@ -109,10 +91,10 @@ def main(
         makers = {**_teachers(job.teacher.name, own, dtype), **_students(converted, dtype)}
         for name, _, trained in (entry.partition("=") for entry in model or ()):
             makers[name] = partial(load_model, name, Path(trained), dtype)
-        measure = FarMeasure(load_tokenizer(job.teacher.name, own), np.load(novels).astype(np.int64))
+        settings = far_settings(load_tokenizer(job.teacher.name, own), np.load(novels).astype(np.int64))
 
         def row(labels: Row) -> Row:
-            return measure(makers[labels["model"]]().to(device))  # type: ignore[arg-type]
+            return far_row(makers[labels["model"]]().to(device), settings)  # type: ignore[arg-type]
 
         words = [
             job.teacher.name,

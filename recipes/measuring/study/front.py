@@ -12,14 +12,12 @@ Every row of the results file is one model in a cache of one number of bits:
 - tokens_per_s, with `--tasks` on a GPU: decoding of one sequence after 2,048 tokens, by CUDA graph;
 - command: how the model was made, by the records in its folder, and measured.
 
-The outcomes of single windows and probes are kept in a folder named after OUT with `-items`, one file a row, so that
-every comparison can be made again.
+The outcomes of single windows and probes are kept in a file named after OUT (`OUT-items.json.xz`), so that every
+comparison can be made again.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -34,12 +32,14 @@ from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy, longest_window
 from deltanet_hf.evaluation.measures.decoding_mode import GRAPH
+from deltanet_hf.evaluation.measures.measure import Measured
+from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable
 from measuring.benchmarks.model_at_points import ModelAtPoints
 from measuring.rows import RowFile
-from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.hybrid_row import figures, layer_facts, shown
 from measuring.study.made_by import commands, flags
 from measuring.study.results_row import load_for_measure, run_facts
@@ -64,21 +64,21 @@ def parse_policy(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...
         raise UserError(f"--policy {text}: expected KEPT@BITS@BYTES[@TOKENS], such as 7,8,17@4@9.2e6") from None
 
 
-def items_file(results: Path, run: str) -> Path:
-    """The file of the outcomes of a row's windows and probes."""
-    return results.with_name(f"{results.stem}-items") / f"{run}.json.gz"
+def _items(results: Path) -> RowFile:
+    """The outcomes of the rows' windows and probes."""
+    head = {"clusters": "name: sums, numbers of items"}
+    return RowFile(results.with_name(f"{results.stem}-items.json.xz"), head=head)
 
 
 def save_items(results: Path, run: str, measured: Measured) -> None:
-    """Keep the outcomes of a row's windows and probes, compressed."""
-    file = items_file(results, run)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(gzip.compress(json.dumps(measured.to_dict()).encode(), mtime=0))
+    """Keep the outcomes of a row's windows and probes, to five digits."""
+    rounded = {name: Clusters(part.sums.round(5), part.sizes) for name, part in measured.clusters.items()}
+    _items(results).add({"run": run, **Measured(measured.bytes, rounded).to_dict()})
 
 
-def load_items(results: Path, run: str) -> Measured:
-    """The inverse of `save_items`."""
-    return Measured.from_dict(json.loads(gzip.decompress(items_file(results, run).read_bytes())))
+def load_items(results: Path) -> dict[str, Measured]:
+    """Run -> what `save_items` kept of it."""
+    return {row["run"]: Measured.from_dict(row) for row in _items(results).rows()}
 
 
 def main(

@@ -27,14 +27,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.free_policies import SINKS
+from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
-from deltanet_hf.mixers.layer.layer_kind import LayerKind
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.layers import SOFTMAX
 from measuring.study import task_suites
-from measuring.study.hybrid_measure import Measured
 from measuring.study.results_row import run_facts
 from measuring.study.shared_figures import SharedFigures
 
@@ -63,11 +61,9 @@ def figures(measured: Measured, references: SharedFigures) -> dict[str, Any]:
         _put(row, "bigram", relative_score(clusters["bigram"], teacher["bigram"], control["bigram"]), 100)
         _put(row, "bigram_kl", clusters["bigram_kl"].score)
     for name, loss in PERPLEXITIES.items():
-        mean = clusters[loss].score
-        value = math.exp(min(mean.value, 700.0))
-        _put(row, name, Score(value, value * mean.stderr, mean.items))
+        _put(row, name, clusters[loss].perplexity)
     row["relative"], row["cells"] = {}, {}
-    for name in [name for name in clusters if f"{name}.nats" in clusters]:
+    for name in measured.probes:
         _put(row["relative"], name, relative_score(clusters[name], teacher[name], control[name]), 100)
         cell: dict[str, Any] = {}
         _put(cell, "exact", clusters[name].score, 100)
@@ -117,13 +113,13 @@ def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
     heads: list[list[int]] = []
     for index, layer in enumerate(model.model.layers):
         attention = layer.self_attn
-        name = attention.name if isinstance(attention, LayerKind) else SOFTMAX
+        kind = kind_of(attention)
+        name = kind.name
         if name == SOFTMAX:
             kept.append(index)
-        elif isinstance(attention, MixedHeads):
-            heads += [[index, head] for head in attention.settings.indices("softmax")]
-        elif window := getattr(attention.settings, "window", 0):
-            name = f"{name} {window}" if name == WindowAttention.name else f"{name}+window {window}"
+        heads += [[index, head] for head in kind.branch_heads.get(SOFTMAX, ())]
+        if kind.window_tokens:
+            name += f"{'+window' if kind.has_state else ''} {kind.window_tokens}"
         kinds[name] = kinds.get(name, 0) + 1
     return {"kinds": kinds, "kept": kept, **({"kept_heads": heads} if heads else {})}
 
@@ -135,7 +131,7 @@ def make_row(name: str, folder: Path, model: Any, references: SharedFigures, fre
     facts = layer_facts(model)
     run = run_facts(folder)
     row: dict[str, Any] = {"run": name, **facts, "tokens": run.get("tokens", 0), "seed": run.get("seed")}
-    row |= {**figures(student, references), "suite": None}
+    row |= figures(student, references)
     heads = tuple((layer, head) for layer, head in facts.get("kept_heads", ()))
     kept: dict[str, Any] = {"free": (tuple(facts["kept"]), heads), "free_window": ((), ())}
     is_teacher = getattr(model.config, "deltanet", None) is None

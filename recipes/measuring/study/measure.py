@@ -23,7 +23,7 @@ from measuring.study import hybrid_row, mixer_row, results_row
 from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.made_by import commands, flags
 from measuring.study.mixer_row import MixerMeasure
-from measuring.study.results_row import Measure, load_for_measure
+from measuring.study.results_row import load_for_measure, text_settings
 from measuring.study.shared_figures import SharedFigures
 
 SHOWN = {"texts": results_row.shown, "recall": hybrid_row.shown, "mixers": mixer_row.shown}
@@ -86,7 +86,7 @@ def row_maker(
 ) -> Callable[[str, Path, Any], Row]:
     """A function of (name, folder, model) for one kind of measure; `loaded` is the teacher."""
     if kind == "texts":
-        texts = Measure(arrays, loaded, loaded.device, limit)
+        texts = text_settings(arrays, loaded, limit)
         return lambda name, folder, model: results_row.make_row(name, folder, model, texts)
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     if kind == "mixers":

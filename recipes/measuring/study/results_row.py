@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from deltanet_hf.evaluation.measures.continuations import TokenRequest, exact_match
-from deltanet_hf.evaluation.measures.scores import Score, mean_score, perplexity_score
-from deltanet_hf.evaluation.measures.text_scores import repeat_means, window_means
+from deltanet_hf.evaluation.measures.continuations import TokenRequest
+from deltanet_hf.evaluation.measures.measure import Measured, Settings, Text, measure, repeated
+from deltanet_hf.evaluation.measures.scores import Score
+from deltanet_hf.evaluation.measures.text_scores import Forward
+from deltanet_hf.evaluation.tasks.text_windows import windows
 from deltanet_hf.loading import load_model
 from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_recipes.data.prepare import REPORT
@@ -32,55 +34,41 @@ TEXT_WINDOW = 1024  # tokens per window of a text
 SEGMENT = 256  # tokens per segment of the exact repeat
 SEGMENTS = 64
 TEXTS = {"wt2": 64, "heldwiki": 64, "anarchism": 40}  # array -> largest number of windows
-ROWS = 8  # windows or segments per forward pass
-WORD_ROWS = 32  # passages per forward pass
+COMPARED = "heldwiki"  # the array that the teacher reads, too, and whose segments are repeated
+LONGEST = 10**6  # tokens of a passage
 
 
-class Measure:
-    """Measures models against one teacher; its logits are computed again for each model.
+def text_settings(arrays: Path, teacher: Forward, limit: int | None = None) -> Settings:
+    """What is measured beside a teacher.
 
     Args:
         arrays: folder with wt2.npy, heldwiki.npy, anarchism.npy (token ids) and lastword.json.gz.
-        device: the device of the teacher and of all models.
-        windows: largest number of windows, segments and words of each array; None for no limit.
+        limit: largest number of windows, segments and words of each array; None for no limit.
     """
+    tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name in TEXTS}
+    texts = {
+        name: Text(windows(tokens[name], TEXT_WINDOW, min(count, limit or count)), compared=name == COMPARED)
+        for name, count in TEXTS.items()
+    }
+    texts["repeat"] = repeated(windows(tokens[COMPARED], SEGMENT, min(SEGMENTS, limit or SEGMENTS)))
+    with gzip.open(arrays / "lastword.json.gz", "rt") as file:
+        cases: dict[str, list[list[list[int]]]] = json.load(file)
+    words = {
+        f"lastword.{name}": [TokenRequest.truncated(context, word, LONGEST) for context, word in some[:limit]]
+        for name, some in cases.items()
+    }
+    return Settings(texts, teacher, words=words)
 
-    def __init__(self, arrays: Path, teacher: nn.Module, device: torch.device, windows: int | None = None) -> None:
-        self.teacher, self.device, self.windows = teacher, device, windows
-        self.tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name in TEXTS}
-        with gzip.open(arrays / "lastword.json.gz", "rt") as file:
-            self.words: dict[str, list[list[list[int]]]] = json.load(file)
 
-    @torch.no_grad()
-    def __call__(self, model: nn.Module) -> dict[str, dict[str, float]]:
-        """Name of a figure -> {"value", "stderr"}."""
-        figures: dict[str, dict[str, float]] = {}
-        for name, limit in TEXTS.items():
-            windows = self._cut(self.tokens[name], TEXT_WINDOW, limit)
-            means = window_means(model, windows, ROWS, self.teacher if name == "heldwiki" else None)
-            figures[f"{name}.perplexity"] = _figure(perplexity_score(means.losses))
-            if means.divergences:
-                figures[f"{name}.kl"] = _figure(mean_score(means.divergences))
-        segments = self._cut(self.tokens["heldwiki"], SEGMENT, SEGMENTS)
-        figures["repeat.perplexity"] = _figure(perplexity_score(repeat_means(model, segments, ROWS)))
-        for name, cases in self.words.items():
-            figures[f"lastword.{name}"] = _figure(self._last_words(model, cases[: self.windows]))
-        return figures
-
-    def _cut(self, tokens: np.ndarray, size: int, limit: int) -> torch.Tensor:
-        """The first windows [n, size] int64 of an array, on the device."""
-        count = min(len(tokens) // size, limit, self.windows or limit)
-        return torch.from_numpy(tokens[: count * size].reshape(count, size)).to(self.device)
-
-    def _last_words(self, model: nn.Module, cases: list[list[list[int]]]) -> Score:
-        """Share of cases (context ids, word ids) for which greedy decoding gives the whole word."""
-        longest = max(len(context) + len(word) for context, word in cases)
-        requests = [TokenRequest.truncated(context, word, longest) for context, word in cases]
-
-        def last_logits(ids: torch.Tensor, keep: int) -> torch.Tensor:
-            return model(ids, use_cache=False).logits[:, -keep:]
-
-        return exact_match(last_logits, requests, self.device, WORD_ROWS * longest, WORD_ROWS)
+def metrics(measured: Measured) -> dict[str, dict[str, float]]:
+    """Name of a figure -> {"value", "stderr"}."""
+    clusters, found = measured.clusters, {}
+    for name in (*TEXTS, "repeat"):
+        found[f"{name}.perplexity"] = clusters[f"loss_{name}"].perplexity
+        if f"kl_{name}" in clusters:
+            found[f"{name}.kl"] = clusters[f"kl_{name}"].score
+    found |= {name: part.score for name, part in clusters.items() if name.startswith("lastword.")}
+    return {name: _figure(score) for name, score in found.items()}
 
 
 def _figure(score: Score) -> dict[str, float]:
@@ -99,10 +87,10 @@ def load_for_measure(folder: str, device: torch.device, window: bool = False) ->
     return place(restrict_to_window(model) if window else model, device)
 
 
-def make_row(name: str, folder: Path, model: nn.Module, measure: Measure) -> Row:
+def make_row(name: str, folder: Path, model: Any, settings: Settings) -> Row:
     """The row of a model that was loaded from `folder`."""
     facts = {**conversion_facts(folder), **run_facts(folder)}
-    return {"run": name, "tokens": 0, **facts, "metrics": measure(model)}
+    return {"run": name, "tokens": 0, **facts, "metrics": metrics(measure(model, settings))}
 
 
 def shown(row: Row) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
-from measuring.study.hybrid_measure import BYTES_AT, HybridMeasure, Measured
+from deltanet_hf.evaluation.measures.measure import Measured
+from measuring.study.hybrid_measure import BYTES_AT, HybridMeasure
 
 
 class SharedFigures:

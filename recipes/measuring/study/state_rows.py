@@ -18,70 +18,59 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from deltanet_hf.data import prefix_ids
-from deltanet_hf.evaluation.measures.probes import answer_outcomes
-from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.data import with_prefix
+from deltanet_hf.evaluation.measures.measure import Measured, Settings, Text, measure
+from deltanet_hf.evaluation.tasks.text_windows import windows
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from measuring.rows import RowFile
-from measuring.study.hybrid_measure import HAYSTACK, TEXTS, text_windows
+from measuring.study.hybrid_measure import HAYSTACK, TEXTS
 from measuring.study.made_by import commands, flags
 from measuring.study.recall_cells import recall_cells
 from measuring.study.results_row import load_for_measure, run_facts
-from measuring.study.token_measures import token_measures
 
 KL = ("1k", "4k", "8k")  # names in `TEXTS`
-QUARTER = 2048  # tokens at the end of a text of 8k
 FACTS = ("needles_2k", "needles_8k", "prose_2k", "prose_4k")
-TOKENS_AT_ONCE = {"cuda": 16384, "cpu": 2048}
 
 
-class StateMeasure:
-    """Measures models against one teacher.
+def state_settings(
+    arrays: Path, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None
+) -> Settings:
+    """What is measured beside a teacher.
 
     Args:
         arrays: folder with heldwiki.npy and novels.npy (token ids).
         limit: largest number of texts of a length and of probes of a kind; None for no limit.
     """
-
-    def __init__(
-        self, arrays: Path, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None
-    ) -> None:
-        self.teacher, self.prefix = teacher, prefix_ids(tokenizer)
-        tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name in {TEXTS[text][0] for text in KL}}
-        self.texts = {}
-        for text in KL:
-            array, size, count = TEXTS[text]
-            self.texts[text] = text_windows(tokens[array], size, min(count, limit or count), spread=True).to(
-                teacher.device
-            )
-        probes = recall_cells(tokenizer, tokens[HAYSTACK], int(teacher.config.max_position_embeddings), True, limit)
-        self.probes = {name: probes[name] for name in FACTS}
-
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
-        """The columns of a row that are measured."""
-        found: dict[str, Clusters] = {}
-        for text, windows in self.texts.items():
-            rows = max(1, TOKENS_AT_ONCE[windows.device.type] // windows.shape[1])
-            divergences = token_measures(model, windows, rows, self.teacher, self.prefix).divergences
-            assert divergences is not None
-            found[f"kl_{text}"] = _of_windows(divergences)
-            if text == "8k":
-                found["kl_8k_last_quarter"] = _of_windows(divergences[:, -QUARTER:])
-        for name, probes in self.probes.items():
-            outcomes = answer_outcomes(model, probes)
-            found[name] = Clusters.of(100.0 * outcomes.exact, outcomes.owners)
-        digits = {name: 1 if name in FACTS else 5 for name in found}
-        scores = {name: part.score for name, part in found.items()}
-        columns = {name: round(score.value, digits[name]) for name, score in scores.items()}
-        return columns | {"stderr": {name: round(score.stderr, digits[name]) for name, score in scores.items()}}
+    tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name in {TEXTS[text][0] for text in KL}}
+    texts = {}
+    for text in KL:
+        array, size, count = TEXTS[text]
+        cut = windows(tokens[array], size, min(count, limit or count), spread=True)
+        texts[text] = Text(with_prefix(cut, tokenizer), size - 1, parts={f"last_quarter_{text}": _last(cut, size // 4)})
+    probes = recall_cells(tokenizer, tokens[HAYSTACK], int(teacher.config.max_position_embeddings), True, limit)
+    return Settings(texts, teacher, {name: probes[name] for name in FACTS})
 
 
-def _of_windows(values: np.ndarray) -> Clusters:
-    """Values [N, T] of tokens, a cluster for each of N texts."""
-    return Clusters(values.sum(axis=1, dtype=np.float64), np.full(len(values), values.shape[1]))
+def _last(windows_NT: Tensor, tokens: int) -> np.ndarray:
+    """The last tokens of windows, among all but the first [N, T - 1] bool."""
+    count, length = windows_NT.shape
+    return np.broadcast_to(np.arange(1, length) >= length - tokens, (count, length - 1))
+
+
+def columns(measured: Measured) -> dict[str, Any]:
+    """The columns of a row that are measured."""
+    found = {f"kl_{text}": measured.clusters[f"kl_{text}"].score for text in KL}
+    found["kl_8k_last_quarter"] = measured.clusters["last_quarter_8k_kl"].score
+    row = {name: round(score.value, 5) for name, score in found.items()}
+    stderr = {name: round(score.stderr, 5) for name, score in found.items()}
+    for name in FACTS:
+        score = measured.clusters[name].score
+        row[name], stderr[name] = round(100 * score.value, 1), round(100 * score.stderr, 1)
+    return row | {"stderr": stderr}
 
 
 def main(
@@ -97,7 +86,7 @@ def main(
     """Measure converted models; add one row for each to a results file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded: Any = load_for_measure(teacher, device)
-    measure = StateMeasure(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit)
+    settings = state_settings(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit)
     common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit)]
     for entry in model:
         name, _, folder = entry.partition("=")
@@ -107,7 +96,7 @@ def main(
         width, run = cache_bits_of(student), run_facts(Path(folder))
         row: dict[str, Any] = {"run": name, "product": product, "budget_mb": budget, "bits": width}
         row |= {f"mb_{at}k": round(stored_bytes(student, at * 1024, width) / 1e6, 3) for at in (2, 32)}
-        row |= {"tokens": run.get("tokens", 0), "seed": run.get("seed"), **measure(student)}
+        row |= {"tokens": run.get("tokens", 0), "seed": run.get("seed"), **columns(measure(student, settings))}
         words = [*common, *flags(model=f"{name}=FOLDER", product=product or None, budget=budget, bits=bits)]
         row["command"] = commands(Path(folder), "measuring.study.state_rows", words)
         RowFile(out).add(row)

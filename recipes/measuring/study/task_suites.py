@@ -123,8 +123,7 @@ class TaskSuites:
             rows = part.rows if model.device.type == "cuda" else 1
             results = part.harness.run(UnpaddedLM(model, tokenizer=self.tokenizer, batch_size=rows))
             for column, tasks in part.columns.items():
-                values = np.concatenate([results[task].samples for task in tasks])
-                found[column] = Clusters(values, np.ones(len(values), dtype=np.int64))
+                found[column] = Clusters.each(np.concatenate([results[task].samples for task in tasks]))
         return found
 
 
