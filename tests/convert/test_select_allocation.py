@@ -356,6 +356,6 @@ def test_by_derivatives_each_layer_changes_once_at_a_time(far: Path, monkeypatch
     windows = (33, 65, 33, 33)
     others = [(97, 65, 33, 33), (129, 65, 33, 33), (33, 33, 33, 33), (33, 65, 33, 97)]
     found = measure.text_changes(((FAR_LAYER, 0),), windows, others)
-    assert [list(row) for row in calls] == [[97, 33, 33, 97], [129, 65, 33, 33]]
-    assert found == [201.0, 401.0, 205.0, 213.0]
+    assert [list(row) for row in calls] == [[97, 33, 33, 97], [129, 33, 33, 97]]
+    assert found == [201.0, 401.0, 405.0, 413.0]
     assert measure(((FAR_LAYER, FAR_HEAD),), windows)[1] is None

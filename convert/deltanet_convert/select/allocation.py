@@ -188,19 +188,20 @@ class _Measure:
         """The same by derivatives, in 16 bits: of one other window per layer at a time, half way to all of them.
 
         As the layers' errors are small and mostly independent, the KL divergence is about a sum of their squares, whose
-        changes these derivatives are; at `windows` themselves, shorter ones would seem to cost nothing.
+        changes these derivatives are; at `windows` themselves, shorter ones would seem to cost nothing. Layers take
+        turns, so that some become longer while others become shorter and their sum stays about as it is.
         """
         model = scorer.model
         model.keep(kept)
-        model.windows, rest, found = windows, list(range(len(layers))), [0.0] * len(layers)
+        model.windows, found = windows, [0.0] * len(layers)
         half = torch.full(model.full.shape, 0.5)
-        while rest:
-            chosen = {layers[place]: place for place in reversed(rest)}
+        of_layer = {layer: [place for place, other in enumerate(layers) if other == layer] for layer in layers}
+        for turn in range(max(map(len, of_layer.values()), default=0)):
+            chosen = {layer: places[(turn + layer) % len(places)] for layer, places in of_layer.items()}
             model.others = [others[chosen[i]][i] if i in chosen else window for i, window in enumerate(windows)]
             slopes = scorer.gradients(self.text, half, torch.ones(1)).sum(1)
             for layer, place in chosen.items():
                 found[place] = float(slopes[layer])
-            rest = [place for place in rest if place not in chosen.values()]
         return found
 
     def _scorer(self, kept: Sequence[Unit], windows: Sequence[int]) -> Scorer:
