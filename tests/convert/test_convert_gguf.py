@@ -232,7 +232,7 @@ def test_folder_with_one_gguf_file(tmp_path: Path) -> None:
     folder.mkdir()
     write_gguf(folder / "tiny.gguf")
     with sole_conversion(tmp_path / "out"):
-        job = prepare(str(folder), tmp_path / "out", ConvertOptions())
+        job = prepare(str(folder), tmp_path / "out", ConvertOptions(keep="none"))
         assert job.teacher.name == "tiny.gguf"
         assert job.dtype == torch.bfloat16
         assert (tmp_path / ".out.teacher").exists()

@@ -226,7 +226,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-@pytest.mark.parametrize("method", ["forward", "gradient", "kl"])
+@pytest.mark.parametrize("method", ["forward", "kl"])
 def test_finished_allocations_are_not_repeated(far: Path, tmp_path: Path, method: str) -> None:
     whole = tiny_selection(far, tmp_path / "whole.json", BUDGET, method=method)
     out = tmp_path / "s.json"

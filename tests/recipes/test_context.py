@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert import output_files
+from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 from measuring.study import context
 from measuring.study.far_needles import FILLER, KINDS
@@ -53,6 +55,7 @@ def test_a_row_for_the_teacher_and_for_every_kind_of_positions(
     tmp_path: Path, novels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_files, "layer_error_plot", lambda layers, path: path.write_bytes(b""))
+    monkeypatch.setattr(context, "ConvertOptions", partial(ConvertOptions, keep="every:2"))  # nothing is planned
     teacher, out = teacher_folder(tmp_path / "teacher", "llama", max_position_embeddings=256), tmp_path / "rows.json"
     context.main(str(teacher), novels, out, [f"trained={teacher}"])
     head = json.loads(out.read_text())
