@@ -13,7 +13,7 @@ from deltanet_convert.export import runtime_check
 from deltanet_convert.export.runtimes import BFLOAT16, FLOAT32, STORED, MlxLm, Transformers, Vllm
 from deltanet_hf import cpu_dtype
 from deltanet_hf.cpu_dtype import loading_dtype, native_bfloat16
-from deltanet_hf.evaluation.report.contestants import Contestant, Roster
+from deltanet_hf.evaluation.report.model_rows import ModelRow, ModelRows
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.generate import load_for_inference
 from deltanet_recipes.schema_sections import Engine
@@ -72,12 +72,12 @@ def test_every_command_loads_in_this_dtype(
 ) -> None:
     monkeypatch.setattr(cpu_dtype, "native_bfloat16", lambda: native)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    roster = Roster([Contestant("teacher", "teacher", folder)], "cpu", "auto")
-    models = [load_for_inference(folder)[0], roster.teacher, DeltaNetLM(folder, device="cpu").model]
+    models = ModelRows([ModelRow("teacher", "teacher", folder)], "cpu", "auto")
+    models = [load_for_inference(folder)[0], models.teacher, DeltaNetLM(folder, device="cpu").model]
     for model in models:
         assert model.lm_head.weight.dtype == dtype
         assert model.model.layers[0].self_attn.q_proj.weight.dtype == dtype
-    assert roster.dtype == ("auto" if native else "float32")
+    assert models.dtype == ("auto" if native else "float32")
     assert Runtime(Engine(device="cpu")).compute_dtype == torch.float32
 
 

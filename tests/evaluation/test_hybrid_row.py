@@ -270,9 +270,9 @@ def test_a_window_forgets_what_is_beyond_it(
 ) -> None:
     """With the facts beyond all that the layers' windows reach, a window gives what the control gives."""
     from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
-    from deltanet_hf.evaluation.report.contestants import Roster, line_up
+    from deltanet_hf.evaluation.report.model_rows import ModelRows, line_up
 
-    teacher = Roster(line_up(str(teacher_folder), [], ()), "cpu", "float32").teacher
+    teacher = ModelRows(line_up(str(teacher_folder), [], ()), "cpu", "float32").teacher
     ids = tuple(np.random.default_rng(0).integers(3, 300, 120).tolist())
     probe = Probe(ids, ((110, 113), (117, 120)), ((20, 40),))
     other = Probe((*ids[:20], *reversed(ids[20:40]), *ids[40:]), probe.answers, probe.facts)

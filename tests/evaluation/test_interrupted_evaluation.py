@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report import bench, write_report
-from deltanet_hf.evaluation.report.contestants import line_up
 from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_hf.evaluation.report.model_rows import line_up
 from deltanet_hf.evaluation.report.unfinished import JOURNAL, Unfinished
 from deltanet_hf.evaluation.report.write_report import run_report
 from deltanet_hf.evaluation.tasks import kept_answers

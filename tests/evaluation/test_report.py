@@ -18,9 +18,9 @@ from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
-from deltanet_hf.evaluation.report import contestants
-from deltanet_hf.evaluation.report.contestants import line_up, training_tokens
+from deltanet_hf.evaluation.report import model_rows
 from deltanet_hf.evaluation.report.material import ReportOptions, read_material
+from deltanet_hf.evaluation.report.model_rows import line_up, training_tokens
 from deltanet_hf.evaluation.report.write_report import run_report
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
@@ -227,7 +227,7 @@ def test_untrained_baselines_follow_from_each_students_layers(tmp_path: Path) ->
 @torch.no_grad()
 def test_what_costs_no_training_has_the_bits_of_each_student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And, under windows, no fewer bytes than the student, which it would have with a token less."""
-    monkeypatch.setattr(contestants, "BYTES_AT", 130)
+    monkeypatch.setattr(model_rows, "BYTES_AT", 130)
     tables = {
         "a": replace(LayerTable.preset(4, mixer="window", softmax=(3,), window=9), cache_bits=4),
         "b": replace(LayerTable.preset(4, softmax=(3,)), cache_bits=4),

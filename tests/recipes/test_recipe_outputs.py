@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.report.contestants import training_tokens
+from deltanet_hf.evaluation.report.model_rows import training_tokens
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.pipeline import run

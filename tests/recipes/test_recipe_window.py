@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.report.contestants import Roster, line_up
+from deltanet_hf.evaluation.report.model_rows import ModelRows, line_up
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.generate import generate_command
 from deltanet_hf.models.restrict import restrict_to_window
@@ -105,8 +105,8 @@ def test_everything_that_measures_it_measures_it_under_its_window(trained: Path,
     torch.testing.assert_close(logits(load_for_measure(str(trained), torch.device("cpu"))), wanted)
     torch.testing.assert_close(logits(DeltaNetLM(str(trained), device="cpu").model), wanted)
     rows = line_up(str(workplace / "teacher"), [f"window-distilled={trained}"], ())
-    roster, row = Roster(rows, "cpu", "auto"), rows[1]
-    teacher, student = roster.model(rows[0]), roster.model(row)
+    models, row = ModelRows(rows, "cpu", "auto"), rows[1]
+    teacher, student = models.model(rows[0]), models.model(row)
     assert (row.name, row.kind, row.tokens) == ("window-distilled", "student", STAGE["tokens"])
     torch.testing.assert_close(logits(student), wanted)
     original = AutoModelForCausalLM.from_pretrained(workplace / "teacher").eval()

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.report.contestants import Contestant, Roster
 from deltanet_hf.evaluation.report.material import ReportOptions, read_material
+from deltanet_hf.evaluation.report.model_rows import ModelRow, ModelRows
 from deltanet_hf.evaluation.report.model_scores import ModelScores, measure_model
 from deltanet_hf.evaluation.tasks.suites import SEED, SuiteTask
 
@@ -21,16 +21,16 @@ from deltanet_hf.evaluation.tasks.suites import SEED, SuiteTask
 class Bench:
     """The report's inputs and its teacher, loaded; measures one model at a time."""
 
-    def __init__(self, options: ReportOptions, rows: list[Contestant]) -> None:
+    def __init__(self, options: ReportOptions, rows: list[ModelRow]) -> None:
         self.options = options
-        self.roster = Roster(rows, options.device, options.dtype)
-        longest = int(self.roster.teacher.config.get_text_config().max_position_embeddings)
-        self.material = read_material(options, self.roster.tokenizer, longest)
+        self.models = ModelRows(rows, options.device, options.dtype)
+        longest = int(self.models.teacher.config.get_text_config().max_position_embeddings)
+        self.material = read_material(options, self.models.tokenizer, longest)
 
-    def measure(self, row: Contestant, say: Callable[[str], None]) -> ModelScores:
+    def measure(self, row: ModelRow, say: Callable[[str], None]) -> ModelScores:
         """All scores of the model of a row; `say` receives lines of progress."""
-        teacher = None if row.kind == "teacher" else self.roster.teacher
-        return measure_model(self.roster.model(row), self.roster.tokenizer, teacher, self.material, say)
+        teacher = None if row.kind == "teacher" else self.models.teacher
+        return measure_model(self.models.model(row), self.models.tokenizer, teacher, self.material, say)
 
     def tasks(self) -> list[SuiteTask]:
         """The tasks of the suite that have data."""
@@ -38,7 +38,7 @@ class Bench:
 
     def settings(self) -> dict[str, Any]:
         """The conditions of the measurement, for the report's JSON."""
-        harness, device = self.material.harness, self.roster.device
+        harness, device = self.material.harness, self.models.device
         return {
             "suite": self.options.suite,
             "tasks": {task.name: {"metric": task.metric, "chance": task.chance} for task in self.tasks()},
@@ -47,7 +47,7 @@ class Bench:
             "limit": self.options.limit,
             "seed": SEED,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-            "dtype": self.roster.dtype,
+            "dtype": self.models.dtype,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def measure_rows(
-    options: ReportOptions, rows: list[Contestant], say: Callable[[str], None], done: int = 0
+    options: ReportOptions, rows: list[ModelRow], say: Callable[[str], None], done: int = 0
 ) -> Iterator[Outcome]:
     """The outcome of each row after the first `done`, in order.
 
@@ -93,7 +93,7 @@ def measure_rows(
 _process: dict[str, Any] = {}  # the state of a process of the pool
 
 
-def _initialise_process(options: ReportOptions, rows: list[Contestant], devices: Any) -> None:
+def _initialise_process(options: ReportOptions, rows: list[ModelRow], devices: Any) -> None:
     device = devices.get()
     if device is not None and device.startswith("cuda"):
         torch.cuda.set_device(device)

@@ -16,7 +16,7 @@ from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.measures.continuations import TokenRequest
 from deltanet_hf.evaluation.measures.probes import Probe
-from deltanet_hf.evaluation.report.contestants import DEFAULT_BASELINES
+from deltanet_hf.evaluation.report.model_rows import DEFAULT_BASELINES
 from deltanet_hf.evaluation.tasks.harness import Harness
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts

@@ -13,8 +13,8 @@ from deltanet_hf.decoding.served import serve
 from deltanet_hf.evaluation.measures.measure import Measured, Settings, Text, measure, repeated
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.measures.speed import SpeedPoint, measure_speed
-from deltanet_hf.evaluation.report.contestants import BYTES_AT
 from deltanet_hf.evaluation.report.material import Material
+from deltanet_hf.evaluation.report.model_rows import BYTES_AT
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 

@@ -16,8 +16,8 @@ from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.measures.speed import SpeedPoint
 from deltanet_hf.evaluation.report.bench import Outcome
-from deltanet_hf.evaluation.report.contestants import Contestant
 from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_hf.evaluation.report.model_rows import ModelRow
 from deltanet_hf.evaluation.report.model_scores import ModelScores
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.suites import SUITES
@@ -36,7 +36,7 @@ class Unfinished(Journal):
         say: receives a line about what an earlier run left.
     """
 
-    def __init__(self, options: ReportOptions, rows: list[Contestant], say: Callable[[str], None]) -> None:
+    def __init__(self, options: ReportOptions, rows: list[ModelRow], say: Callable[[str], None]) -> None:
         super().__init__(options.out / JOURNAL, "an unfinished report", "all models are measured")
         self.outcomes: list[Outcome] = []
         names, request = [row.name for row in rows], _request(options, rows)
@@ -57,12 +57,12 @@ class Unfinished(Journal):
         if self.steps:
             say(f"continues after {list(self.steps)[-1]} ({len(self.steps)} of {len(names)} models measured before)")
 
-    def add(self, row: Contestant, outcome: Outcome) -> None:
+    def add(self, row: ModelRow, outcome: Outcome) -> None:
         """Record the outcome of the next row; it is on the disk when this returns."""
         self.done(row.name, _figures(outcome))
 
 
-def _request(options: ReportOptions, rows: list[Contestant]) -> dict[str, Any]:
+def _request(options: ReportOptions, rows: list[ModelRow]) -> dict[str, Any]:
     """Everything that the scores depend on: options, software, and the state of each file that is read."""
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     paths = [Path(row.folder) for row in rows] + [

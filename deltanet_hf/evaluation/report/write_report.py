@@ -13,10 +13,10 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.relative import relative_score
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.report.bench import Outcome, measure_rows
-from deltanet_hf.evaluation.report.contestants import BASELINES, Contestant, line_up, named
 from deltanet_hf.evaluation.report.figures import write_figures
 from deltanet_hf.evaluation.report.markdown import markdown
 from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_hf.evaluation.report.model_rows import BASELINES, ModelRow, line_up, named
 from deltanet_hf.evaluation.report.model_scores import ModelScores
 from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.report.unfinished import Unfinished
@@ -33,7 +33,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class Row:
     """A model of the report with its scores; `percent` is its share of the teacher's task scores, if known."""
 
-    contestant: Contestant
+    model_row: ModelRow
     scores: ModelScores
     percent: Score | None = None
 
@@ -59,22 +59,22 @@ def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> di
         raise UserError(f"--dtype: got {options.dtype!r}, expected one of {', '.join(DTYPES)}")
     for folder in (options.teacher, *(named(text)[1] for text in options.students)):
         load_config(folder, loadable_folder(folder))  # hours may pass until the last one is measured
-    contestants = line_up(options.teacher, options.students, options.baselines)
+    model_rows = line_up(options.teacher, options.students, options.baselines)
     with locked(options.out / ".lock", options.out, "report"):
-        return _run_report(options, contestants, say)
+        return _run_report(options, model_rows, say)
 
 
-def _run_report(options: ReportOptions, contestants: list[Contestant], say: Callable[[str], None]) -> dict[str, Any]:
-    unfinished = Unfinished(options, contestants, say)
+def _run_report(options: ReportOptions, model_rows: list[ModelRow], say: Callable[[str], None]) -> dict[str, Any]:
+    unfinished = Unfinished(options, model_rows, say)
     before = unfinished.outcomes
-    outcomes = chain(before, measure_rows(options, contestants, say, len(before)))
+    outcomes = chain(before, measure_rows(options, model_rows, say, len(before)))
     rows: list[Row] = []
     document: dict[str, Any] = {}
     try:
-        for number, (contestant, outcome) in enumerate(zip(contestants, outcomes, strict=True)):
+        for number, (model_row, outcome) in enumerate(zip(model_rows, outcomes, strict=True)):
             if number >= len(before):
-                unfinished.add(contestant, outcome)
-            row = Row(contestant, outcome.scores)
+                unfinished.add(model_row, outcome)
+            row = Row(model_row, outcome.scores)
             rows.append(row)
             if outcome.tasks:
                 row.percent = percent_of_teacher(row.scores.tasks, rows[0].scores.tasks, outcome.tasks)
@@ -105,10 +105,10 @@ def _document(rows: list[Row], last: Outcome) -> dict[str, Any]:
         "settings": {**last.settings, "rows": counts},
         "models": [
             {
-                "name": row.contestant.name,
-                "kind": row.contestant.kind,
-                "folder": Path(row.contestant.folder).name,
-                "training_tokens": row.contestant.tokens,
+                "name": row.model_row.name,
+                "kind": row.model_row.kind,
+                "folder": Path(row.model_row.folder).name,
+                "training_tokens": row.model_row.tokens,
                 "percent_of_teacher": row.percent.to_dict() if row.percent else None,
                 "recall_of_teacher": kept(row.scores),
                 **row.scores.to_dict(),

@@ -35,7 +35,7 @@ Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ModelRow:
     """A row of the report: one model.
 
     Attributes:
@@ -52,7 +52,7 @@ class Contestant:
     change: Change | None = None
 
 
-def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> list[Contestant]:
+def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> list[ModelRow]:
     """All rows in order: the teacher, its window baseline, then each student followed by its baselines.
 
     Args:
@@ -66,38 +66,38 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
 
     Raises UserError if two rows have the same name.
     """
-    rows = [Contestant("teacher", "teacher", teacher)]
+    rows = [ModelRow("teacher", "teacher", teacher)]
     if "window" in baselines:
         window = WindowSettings()
         name = f"window {window.window} + {window.sinks} sinks"
-        rows.append(Contestant(name, "baseline", teacher, change=_window))
+        rows.append(ModelRow(name, "baseline", teacher, change=_window))
     wirings: list[object] = []
     for text in students:
         name, folder = named(text)
         if name in {row.name for row in rows}:
             raise UserError(f"{text}: two rows would be called {name!r}; name them with NAME=FOLDER")
-        rows.append(Contestant(name, "student", folder, training_tokens(Path(folder))))
+        rows.append(ModelRow(name, "student", folder, training_tokens(Path(folder))))
         table = _table(folder)
         wiring, hybrid = _wiring(table)
         if "equal-bytes" in baselines and table is not None:
             quantised = f"teacher, cache in {table.cache_bits} bits"
             if table.cache_bits < 16 and quantised not in {row.name for row in rows}:
-                rows.append(Contestant(quantised, "baseline", folder, change=_teacher_in_bits))
+                rows.append(ModelRow(quantised, "baseline", folder, change=_teacher_in_bits))
             if not any(kind.has_new_weights for kind in table.converted.values()):
-                rows.append(Contestant(f"{name}, untrained", "baseline", folder, change=untrained))
+                rows.append(ModelRow(f"{name}, untrained", "baseline", folder, change=untrained))
             if wiring is not None:
-                rows.append(Contestant(f"untrained windows, bytes of {name}", "baseline", folder, change=_windows))
+                rows.append(ModelRow(f"untrained windows, bytes of {name}", "baseline", folder, change=_windows))
             if hybrid:
                 rows.append(
-                    Contestant(f"kept layers of {name}, untrained windows", "baseline", folder, change=_kept_layers)
+                    ModelRow(f"kept layers of {name}, untrained windows", "baseline", folder, change=_kept_layers)
                 )
         if "linear-off" in baselines and hybrid:
-            rows.append(Contestant(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
+            rows.append(ModelRow(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
         for what, lesion in _lesions(wiring, hybrid) if "lesions" in baselines else ():
-            rows.append(Contestant(f"{name}, {what} off", "baseline", folder, change=lesion))
+            rows.append(ModelRow(f"{name}, {what} off", "baseline", folder, change=lesion))
         if "scratch" in baselines and wiring is not None and wiring not in wirings:
             wirings.append(wiring)
-            rows.append(Contestant(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))
+            rows.append(ModelRow(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))
     return rows
 
 
@@ -183,17 +183,17 @@ def training_tokens(folder: Path) -> int:
         ) from error
 
 
-class Roster:
+class ModelRows:
     """Loads the models of the rows one at a time; only the teacher stays in memory, for the KL divergence."""
 
-    def __init__(self, rows: list[Contestant], device: str | None, dtype: str) -> None:
+    def __init__(self, rows: list[ModelRow], device: str | None, dtype: str) -> None:
         self.rows = rows
         self.device = chosen_device(device)
         self.dtype = loading_dtype(dtype, self.device)
         self.tokenizer = load_tokenizer(rows[0].folder, loadable_folder(rows[0].folder))
         self.teacher = self._load(rows[0].folder)
 
-    def model(self, row: Contestant) -> PreTrainedModel:
+    def model(self, row: ModelRow) -> PreTrainedModel:
         """The model of a row, in eval mode on the device. Raises UserError if it cannot be loaded or compared."""
         if row.kind == "teacher":
             return self.teacher
@@ -208,6 +208,6 @@ class Roster:
         nn.Module.to(model, self.device)  # transformers' own `to` is not typed
         return model
 
-    def _check(self, row: Contestant, model: PreTrainedModel) -> None:
+    def _check(self, row: ModelRow, model: PreTrainedModel) -> None:
         if model.get_output_embeddings().weight.shape[0] != self.teacher.get_output_embeddings().weight.shape[0]:
             raise UserError(f"{row.folder}: its vocabulary differs from the teacher's; a report uses one tokenizer")
