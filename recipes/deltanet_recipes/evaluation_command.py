@@ -88,9 +88,9 @@ def report(
         typer.Option(
             help="Comma-separated list of window (softmax restricted to a window), equal-bytes (what costs no "
             "training, in the bytes and bits of each student), linear-off (linear layers give zero), scratch "
-            "(converted layers without fitted start values) and lesions (softmax layers, windows of layers with "
+            "(converted layers without fitted start values) and ablations (softmax layers, windows of layers with "
             "states, or those states taken away); or none.",
-            show_default="all but lesions",
+            show_default="all but ablations",
         ),
     ] = "window,equal-bytes,linear-off,scratch",
     limit: Annotated[

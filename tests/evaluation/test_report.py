@@ -263,7 +263,7 @@ def test_lesions_follow_from_each_students_layers(tmp_path: Path) -> None:
         "d": LayerTable.preset(4, mixer="window", softmax=(3,)),
     }
     students = [_config_folder(tmp_path / name, table) for name, table in tables.items()]
-    names = [row.name for row in line_up("teacher", students, ("lesions",))]
+    names = [row.name for row in line_up("teacher", students, ("ablations",))]
     a, b = ["a, softmax off", "a, window off", "a, state off"], ["b, window off", "b, state off"]
     assert names == ["teacher", "a", *a, "b", *b, "c", "c, softmax off", "d"]
 

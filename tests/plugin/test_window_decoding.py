@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf.evaluation.lesions import switch_off_state, switch_off_window
+from deltanet_hf.evaluation.ablations import switch_off_state, switch_off_window
 from deltanet_hf.fast import window
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import LayerCall
@@ -236,12 +236,12 @@ def test_slopes_that_an_adapter_replaces_are_called(taken: list[tuple[int, ...]]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lesion", [switch_off_window, switch_off_state])
-def test_lesions_reach_the_decoding_steps(lesion: Any, taken: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("ablation", [switch_off_window, switch_off_state])
+def test_lesions_reach_the_decoding_steps(ablation: Any, taken: list[tuple[int, ...]]) -> None:
     model = student()
     intact = decode(model)
     taken.clear()
-    found = decode(lesion(model))
+    found = decode(ablation(model))
     assert taken == []
     assert (found - intact).abs().max() > 1e-3
     torch.testing.assert_close(found, model(TOKENS).logits[:, PREFILL:], rtol=2e-4, atol=2e-4)

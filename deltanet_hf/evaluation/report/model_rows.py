@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.evaluation.ablations import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear, untrained
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
-from deltanet_hf.evaluation.lesions import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
@@ -29,7 +29,7 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.restrict import restrict_to_window
 
 DEFAULT_BASELINES = ("window", "equal-bytes", "linear-off", "scratch")
-BASELINES = (*DEFAULT_BASELINES, "lesions")
+BASELINES = (*DEFAULT_BASELINES, "ablations")
 BYTES_AT = 2048  # tokens of the sequence at which untrained windows have the bytes of a student
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
 
@@ -61,7 +61,7 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
             teacher; a student without states before its training; for a student with states the teacher with windows
             of equal bytes, and the same with the softmax layers that the student kept. `linear-off` applies to students
             with states that kept such layers; `scratch` is added once per configuration of layers with states;
-            `lesions` takes softmax layers, windows beside states and those states away from a student, one kind per
+            `ablations` takes softmax layers, windows beside states and those states away from a student, one kind per
             row.
 
     Raises UserError if two rows have the same name.
@@ -93,8 +93,8 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
                 )
         if "linear-off" in baselines and hybrid:
             rows.append(ModelRow(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
-        for what, lesion in _lesions(wiring, hybrid) if "lesions" in baselines else ():
-            rows.append(ModelRow(f"{name}, {what} off", "baseline", folder, change=lesion))
+        for what, ablation in _lesions(wiring, hybrid) if "ablations" in baselines else ():
+            rows.append(ModelRow(f"{name}, {what} off", "baseline", folder, change=ablation))
         if "scratch" in baselines and wiring is not None and wiring not in wirings:
             wirings.append(wiring)
             rows.append(ModelRow(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))

@@ -1,6 +1,6 @@
-"""Lesions: a part of a model is taken away, to see what goes through it. `baselines.switch_off_linear` is another.
+"""Ablations: a part of a model is taken away, to see what goes through it. `baselines.switch_off_linear` is another.
 
-A lesion changes the model in place and needs no training.
+A ablation changes the model in place and needs no training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
     branches = (branch for layer in model.model.layers for branch in branches_of(layer.self_attn).values())
     found: list[nn.Module] = [branch for branch in branches if kind_of(branch).name == SOFTMAX]
     if not found:
-        raise UserError(f"{type(model).__name__}: no layer with softmax attention; this lesion needs one")
+        raise UserError(f"{type(model).__name__}: no layer with softmax attention; this ablation needs one")
 
     def silence(module: nn.Module, inputs: tuple, output: tuple) -> tuple:
         return torch.zeros_like(output[0]), *output[1:]
@@ -49,7 +49,7 @@ def _fix_share(model: PreTrainedModel, share: float) -> PreTrainedModel:
     """Give the state this share of the output, at every token and head."""
     branches: list[Any] = [part for layer in layers_with_states(model) for part, _ in layer.softmax_parts]
     if not branches:
-        raise UserError(f"{type(model).__name__}: no layer with a window beside its state; this lesion needs one")
+        raise UserError(f"{type(model).__name__}: no layer with a window beside its state; this ablation needs one")
 
     def fixed(logits: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         return torch.full_like(lse, share)

@@ -1,4 +1,4 @@
-"""Lesions take away exactly the part that they name."""
+"""Ablations take away exactly the part that they name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.lesions import (
+from deltanet_hf.evaluation.ablations import (
     switch_off_softmax,
     switch_off_state,
     switch_off_window,
@@ -57,9 +57,9 @@ def test_window_off_leaves_the_state() -> None:
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     found, expected = off(IDS).logits, plain(IDS).logits
     assert float((found - expected).norm() / expected.norm()) < 1e-5
-    for lesion in (switch_off_window, switch_off_state):
+    for ablation in (switch_off_window, switch_off_state):
         with pytest.raises(UserError, match="no layer with a window beside its state"):
-            lesion(plain)
+            ablation(plain)
 
 
 @torch.no_grad()
