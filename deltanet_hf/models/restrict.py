@@ -1,6 +1,6 @@
 """Puts softmax layers of a model, or single key/value heads, under a window and sinks, without training.
 
-Windows with sinks are the free policy of StreamingLLM (arXiv 2309.17453); heads that keep everything beside heads with
+Windows with sinks are the baseline of StreamingLLM (arXiv 2309.17453); heads that keep everything beside heads with
 a window and sinks are that of DuoAttention (arXiv 2410.10819).
 
 The windows are those of the model in memory: its configuration does not have them, so `save_pretrained` refuses it.

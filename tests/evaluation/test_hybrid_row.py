@@ -1,4 +1,4 @@
-"""Rows of hybrids: the teacher against itself, a student beside its free policies, and figures that runs share."""
+"""Rows of hybrids: a teacher against itself, a student beside training-free baselines, and figures that are shared."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_convert.select import Selection
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.training_free import WindowPolicy
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 from measuring.eviction import __main__ as eviction

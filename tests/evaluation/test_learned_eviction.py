@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.free_policies import WindowPolicy
+from deltanet_hf.evaluation.training_free import WindowPolicy
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_recipes.schema import Long
 from measuring.eviction import attention, training

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.evaluation.report import model_rows
 from deltanet_hf.evaluation.report.material import ReportOptions, read_material
@@ -25,6 +24,7 @@ from deltanet_hf.evaluation.report.write_report import run_report
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
 from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
+from deltanet_hf.evaluation.training_free import WindowPolicy
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.models.layers import LayerTable
 from support.tiny_models import tiny_mixture, tiny_student, tiny_teacher

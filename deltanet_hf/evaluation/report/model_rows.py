@@ -19,8 +19,8 @@ from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.ablations import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear, untrained
-from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.training_free import WindowPolicy, window_of_bytes
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings

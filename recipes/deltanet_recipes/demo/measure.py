@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from deltanet_convert.select.units import evenly
 from deltanet_hf.data import shipped_texts
-from deltanet_hf.evaluation.free_policies import WindowPolicy, longest_window
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure
+from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
 from deltanet_hf.journal import Journal, file_states
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import SOFTMAX

@@ -30,10 +30,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from deltanet_convert.select import read_selection
 from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy, longest_window
 from deltanet_hf.evaluation.measures.decoding_mode import GRAPH
 from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.evaluation.training_free import SINKS, WindowPolicy, longest_window
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable

@@ -1,4 +1,4 @@
-"""Rows of students beside the free policies of equal bytes, `python -m measuring.study.measure recall`.
+"""Rows of students beside the training-free baselines of equal bytes, `python -m measuring.study.measure recall`.
 
 A row of the results file has, with the standard error NAME_se beside each value:
 
@@ -11,7 +11,7 @@ A row of the results file has, with the standard error NAME_se beside each value
 - relative: recall in per cent of the teacher's, (model - control) / (teacher - control), where the control is the
   teacher without the facts; cells in which the teacher is below 20% are left out;
 - cells: for every probe the first token and all tokens in per cent, and the nats of the answer;
-- free, free_window: the same keys of the free policies of equal bytes (`deltanet_hf/evaluation/free_policies.py`);
+- free, free_window: the same keys of training-free baselines of equal bytes (`evaluation/training_free.py`);
 - the columns of `task_suites.py`, if its suites were measured;
 - ahead: the columns in which the student is better than each policy by more than two standard errors, and worse.
 
@@ -26,10 +26,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from deltanet_hf.evaluation.free_policies import SINKS
 from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
+from deltanet_hf.evaluation.training_free import SINKS
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.layers import SOFTMAX
 from measuring.study import task_suites
@@ -125,7 +125,7 @@ def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def make_row(name: str, folder: Path, model: Any, references: SharedFigures, free: bool = True) -> dict[str, Any]:
-    """Measure one model and its free policies."""
+    """Measure one model and its training-free baselines."""
     measure = references.measure
     student = measure(model)
     facts = layer_facts(model)

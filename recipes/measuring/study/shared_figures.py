@@ -1,4 +1,4 @@
-"""Figures of the teacher, its control and the free policies, kept as files that many runs share."""
+"""Figures of the teacher, its control and the training-free baselines, kept as files that many runs share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from deltanet_hf.evaluation.measures.measure import Measured
+from deltanet_hf.evaluation.training_free import WindowPolicy, window_of_bytes
 from measuring.study.hybrid_measure import BYTES_AT, HybridMeasure
 
 
@@ -30,7 +30,7 @@ class SharedFigures:
     def policy(
         self, kept: tuple[int, ...], heads: tuple[tuple[int, int], ...], budget: int
     ) -> tuple[WindowPolicy, Measured] | None:
-        """The free policy that keeps these layers and heads, of at least `budget` bytes, with its figures.
+        """The training-free baseline that keeps these layers and heads, of at least `budget` bytes, with its figures.
 
         None if no policy is as small.
         """
