@@ -21,8 +21,8 @@ from deltanet_hf.models.cache_bits import set_cache_bits
 from measuring.rows import Row, RowFile
 from measuring.study import hybrid_row, mixer_row, results_row
 from measuring.study.hybrid_measure import HybridMeasure
-from measuring.study.made_by import commands, flags
 from measuring.study.mixer_row import MixerMeasure
+from measuring.study.provenance import commands, flags
 from measuring.study.results_row import load_for_measure, text_settings
 from measuring.study.shared_figures import SharedFigures
 

@@ -28,7 +28,7 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HAYSTACK, TEXTS
-from measuring.study.made_by import commands, flags
+from measuring.study.provenance import commands, flags
 from measuring.study.recall_cells import recall_cells
 from measuring.study.results_row import load_for_measure, run_facts
 

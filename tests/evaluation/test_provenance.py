@@ -14,7 +14,7 @@ from deltanet_convert.calibration_text import SHIPPED_TEXT
 from deltanet_convert.options import ConvertOptions
 from deltanet_recipes.cli import build_app
 from deltanet_recipes.config import read_recipe
-from measuring.study.made_by import commands, conversion, flags, training
+from measuring.study.provenance import commands, conversion, flags, training
 
 RECIPE = "smollm2-135m-4bit-10m"
 DEFAULT = "deltanet-hf convert T student --keep layers:1,3 --mixer gated_deltanet+window --cache-bits 16"
