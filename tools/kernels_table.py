@@ -58,14 +58,14 @@ def kernels(path: Path) -> str:
     """Times of implementations side by side, of few with ratios to the first; without `impl` a line per row."""
     file = json.loads(path.read_text())
     rows = [_flat(row) for row in file["rows"]]
-    side_by_side = "impl" in rows[0]
+    two_streams = "impl" in rows[0]
     headers = LABELS | {"shape": file.get("shape", LABELS["shape"]).partition(";")[0]}
-    labels = [key for key in _present(headers, rows) if not (side_by_side and key == "impl")]
+    labels = [key for key in _present(headers, rows) if not (two_streams and key == "impl")]
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        lines.setdefault(tuple(_label(row, key) for key in labels), {})[row["impl"] if side_by_side else ""] = row
+        lines.setdefault(tuple(_label(row, key) for key in labels), {})[row["impl"] if two_streams else ""] = row
     columns = [Column(headers[key], lambda line, place: line[0][place], (place,)) for place, key in enumerate(labels)]
-    if not side_by_side:
+    if not two_streams:
         columns += [Column(FIGURES[key], _times, ("", [key])) for key in _present(FIGURES, rows)]
         return table(columns, lines.items())
     keys = next(keys for keys in TIMES if _present(keys[:1], rows))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.fast.parts import FastNorm, JointProjection, form_of
-from deltanet_hf.fast.side_by_side import side_by_side
+from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.fast.window import mixture, window_attended, window_step
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.state import State
@@ -231,7 +231,7 @@ class FastDeltaRule(FastMixer, DeltaRule):
             output = recur()
         else:
             own_q, own_k, own_v = map(self.split_heads, (q, k, v))
-            far, near = side_by_side(
+            far, near = two_streams(
                 recur, lambda: window_step(branch, own_q, own_k, own_v, state, padding, cos, sin, call.slots), x.device
             )
             output = mixture(branch, projected.share, near, far)  # type: ignore[arg-type]

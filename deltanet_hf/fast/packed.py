@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltanet_hf.fast.parts import FastNorm, JointProjection
-from deltanet_hf.fast.side_by_side import side_by_side
 from deltanet_hf.fast.softmax import QKV
+from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, whole_angles, window_angles
 from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
@@ -128,7 +128,7 @@ class FastPacked:
         if len(calls) == 1:
             return self._branches[0].o_proj(calls[0]())  # type: ignore[no-any-return]
         first, second = self._branches
-        attended = side_by_side(calls[0], calls[1], x.device)
+        attended = two_streams(calls[0], calls[1], x.device)
         total: Tensor = first.o_proj(attended[0])
         total.flatten(0, 1).addmm_(attended[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
         return total

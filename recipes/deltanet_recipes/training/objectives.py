@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltanet_hf.fast.side_by_side import side_by_side
+from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.adapters import MergedAdapters
@@ -182,7 +182,7 @@ class DistilLoss(nn.Module):
         if self.adapters is not None:
             self.adapters.multiply()
         entry = batch.student
-        (hidden, states), (per_token, teacher_states) = side_by_side(
+        (hidden, states), (per_token, teacher_states) = two_streams(
             lambda: self._student_layers.run_layers(entry), lambda: self._teach(batch), entry.hidden.device
         )
         shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)

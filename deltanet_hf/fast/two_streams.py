@@ -16,7 +16,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def side_by_side(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
+def two_streams(first: Callable[[], A], second: Callable[[], B], device: torch.device) -> tuple[A, B]:
     """The results of both, whose work on `device` may be done at the same time.
 
     The second is called first. The caller keeps the tensors that either call reads until this returns: memory that one
