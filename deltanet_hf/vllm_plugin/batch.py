@@ -36,7 +36,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Draft:
+class SpecTokens:
     """One token of each of some sequences, in speculative decoding, where the last new tokens may be rejected.
 
     The state after each token has a page of its own, so that the next step can go on from any of them.
@@ -54,16 +54,16 @@ class Step:
 
     `pages` int32 are those of states [sequences], one per sequence, or those of tokens [sequences, pages], with `size`
     tokens each. A page is a row of the tensors that the operators change: steps take the pages of states as `slots`,
-    and those of packed tokens as `pages`. Each of the first `singles` sequences has one new token, and one call takes
+    and those of packed tokens as `pages`. Each of the first `num_decodes` sequences has one new token, and one call has
     these together; `prompts` have the others. In speculative decoding `drafts` have all sequences that are continued,
     token by token; only the steps of states know them.
     """
 
     pages: Tensor
     size: int
-    singles: int
+    num_decodes: int
     prompts: tuple[Prompts, ...]
-    drafts: tuple[Draft, ...] = ()
+    drafts: tuple[SpecTokens, ...] = ()
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
@@ -93,14 +93,14 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         """The step of sequences whose new tokens begin at `starts`, with all their tokens, these included, and pages.
 
         Args:
-            prompted: in speculative decoding, the sequences that are read as prompts; there are no singles then.
+            prompted: in speculative decoding, the sequences that are read as prompts; `num_decodes` is 0 then.
         """
         new = [last - first for first, last in itertools.pairwise(starts)]
         seen = [total - count for total, count in zip(totals, new, strict=True)]
-        singles = 0
+        num_decodes = 0
         if prompted is None:
-            singles = next((i for i, count in enumerate(new) if count > 1), len(new)) if self.joins else 0
-            prompted = range(singles, len(new))
+            num_decodes = next((i for i, count in enumerate(new) if count > 1), len(new)) if self.joins else 0
+            prompted = range(num_decodes, len(new))
         prompts = []
         for some in self._calls(seen, prompted):
             lengths, cu_seqlens = tuple(new[some]), None
@@ -110,7 +110,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             if any(lengths):  # others stand for no sequence
                 tokens = slice(starts[some.start], starts[some.stop])
                 prompts.append(Prompts(tokens, some, seen[some.start], cu_seqlens, lengths))
-        return Step(pages, self.kv_cache_spec.block_size, singles, tuple(prompts))
+        return Step(pages, self.kv_cache_spec.block_size, num_decodes, tuple(prompts))
 
     def _calls(self, seen: list[int], sequences: Sequence[int]) -> Iterator[slice]:
         """Some of the sequences, by the calls that take their prompts."""
@@ -170,7 +170,7 @@ class StateStepBuilder(StepBuilder, GDNAttentionMetadataBuilder):
             made = replace(made, drafts=_drafts(starts, alone, table, self.accepted))
         else:
             made = self.step(starts, totals, slots)
-            alone = list(range(made.singles))
+            alone = list(range(made.num_decodes))
         begin = [index for index in alone if totals[index] == starts[index + 1] - starts[index] > 0]
         if begin:
             caches: Any = self.vllm_config.compilation_config.static_forward_context
@@ -182,7 +182,7 @@ class StateStepBuilder(StepBuilder, GDNAttentionMetadataBuilder):
         return self.build(0, common_attn_metadata)
 
 
-def _drafts(starts: list[int], drafted: list[int], table: Tensor, accepted: Tensor) -> tuple[Draft, ...]:
+def _drafts(starts: list[int], drafted: list[int], table: Tensor, accepted: Tensor) -> tuple[SpecTokens, ...]:
     """The new tokens of these sequences, first ones first.
 
     Args:
@@ -197,7 +197,7 @@ def _drafts(starts: list[int], drafted: list[int], table: Tensor, accepted: Tens
             break
         rows, tokens = torch.tensor([drafted, [starts[index] + place for index in drafted]], device=table.device)
         before = accepted[rows] - 1 if place == 0 else torch.full_like(rows, place - 1)
-        made.append(Draft(rows, tokens, table[rows, before], table[rows, place]))
+        made.append(SpecTokens(rows, tokens, table[rows, before], table[rows, place]))
     return tuple(made)
 
 

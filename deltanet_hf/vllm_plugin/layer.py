@@ -23,7 +23,7 @@ from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.vllm_plugin.batch import Draft, Prompts, Step
+from deltanet_hf.vllm_plugin.batch import Prompts, SpecTokens, Step
 from deltanet_hf.vllm_plugin.cache import PackedPages, StatePages, TokenPages
 
 
@@ -76,8 +76,8 @@ class ServedLayer(nn.Module, ABC):
         """The layer on all tokens x [1, T, hidden] of a step; `steps` has their sequences, by names of caches."""
         step = steps[self.leading]
         outputs: list[tuple[slice | Tensor, Tensor]] = []
-        if step.singles:
-            tokens = slice(0, step.singles)
+        if step.num_decodes:
+            tokens = slice(0, step.num_decodes)
             outputs.append((tokens, self._rows(steps, x, position_embeddings, tokens)))
         for draft in step.drafts:
             outputs.append((draft.tokens, self._rows(self.drafted(steps, draft), x, position_embeddings, draft.tokens)))
@@ -106,7 +106,7 @@ class ServedLayer(nn.Module, ABC):
         """The layer on the tokens x [B, 1, hidden] of the first B sequences of the step."""
         raise NotImplementedError
 
-    def drafted(self, steps: dict[str, Step], draft: Draft) -> dict[str, Step]:
+    def drafted(self, steps: dict[str, Step], draft: SpecTokens) -> dict[str, Step]:
         """The steps for `one_token` on some drafts, whose states are copied to the pages that they will change."""
         raise NotImplementedError
 
@@ -149,7 +149,7 @@ class StateLayer(ServedLayer):
         self.states.store(pages, cache.state)
         return output
 
-    def drafted(self, steps: dict[str, Step], draft: Draft) -> dict[str, Step]:
+    def drafted(self, steps: dict[str, Step], draft: SpecTokens) -> dict[str, Step]:
         self.states.copy(draft.before, draft.after)
         return {self.name: replace(steps[self.name], pages=draft.after)}
 
@@ -185,7 +185,7 @@ class PackedLayer(ServedLayer):
         cache.state, cache.is_initialized = self.groups.tensors | self.states.tensors, True
         return called(self.layer, CacheView(cache, slots, pages), x, position_embeddings)
 
-    def drafted(self, steps: dict[str, Step], draft: Draft) -> dict[str, Step]:
+    def drafted(self, steps: dict[str, Step], draft: SpecTokens) -> dict[str, Step]:
         self.states.copy(draft.before, draft.after)
         states, groups = steps[self.states.name], steps[self.name]
         return {

@@ -72,12 +72,12 @@ def test_every_command_loads_in_this_dtype(
 ) -> None:
     monkeypatch.setattr(cpu_dtype, "native_bfloat16", lambda: native)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    models = ModelRows([ModelRow("teacher", "teacher", folder)], "cpu", "auto")
-    models = [load_for_inference(folder)[0], models.teacher, DeltaNetLM(folder, device="cpu").model]
+    rows = ModelRows([ModelRow("teacher", "teacher", folder)], "cpu", "auto")
+    models = [load_for_inference(folder)[0], rows.teacher, DeltaNetLM(folder, device="cpu").model]
     for model in models:
         assert model.lm_head.weight.dtype == dtype
         assert model.model.layers[0].self_attn.q_proj.weight.dtype == dtype
-    assert models.dtype == ("auto" if native else "float32")
+    assert rows.dtype == ("auto" if native else "float32")
     assert Runtime(Engine(device="cpu")).compute_dtype == torch.float32
 
 

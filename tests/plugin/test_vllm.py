@@ -327,11 +327,11 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         step, inputs = steps[self.name], [x, *(angles or ())]
         if step.prompts:
             return compute(self, steps, x, angles)
-        if (self.name, step.singles) not in recordings:
+        if (self.name, step.num_decodes) not in recordings:
             held = [part.clone() for part in inputs]
             recorded = recorder(lambda: compute(self, steps, held[0], held[1:] or None), x.device)
-            recordings[self.name, step.singles] = held, recorded
-        held, recorded = recordings[self.name, step.singles]
+            recordings[self.name, step.num_decodes] = held, recorded
+        held, recorded = recordings[self.name, step.num_decodes]
         for part, new in zip(held, inputs, strict=True):
             part.copy_(new)
         recorded.replay()
