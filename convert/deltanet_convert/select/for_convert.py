@@ -73,7 +73,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
         return found
     measures = f"what is best for {budget.text}, in {task.time}"
     if options.dry_run:
-        shown = "windows of one length" if task.spending else "evenly spread units"
+        shown = f"evenly spread {'units, and windows of one length' if task.spending else 'units'}"
         show(0, 1, f"The plan below has {shown}: the conversion measures {measures}.")
         return task.unmeasured()
     show(0, 1, f"Measuring {measures}; --keep every:4 keeps evenly spread layers at once.")

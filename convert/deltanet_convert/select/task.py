@@ -106,10 +106,12 @@ class SelectionTask:
         return "minutes" if on_gpu else "about ten minutes for 0.5B parameters on two cores"
 
     def unmeasured(self) -> Selection:
-        """What takes the budget without a measurement: windows alone, all alike, or evenly spread units."""
-        if self.spending is None:
-            return self.selection(evenly(self.candidates.units, self.count), {})
-        return self.selection((), {}, self.spending.windows((), [1.0] * self.teacher.num_layers))
+        """What takes the budget without a measurement: evenly spread units, and windows that are all alike."""
+        units, spending = self.candidates.units, self.spending
+        if spending is None:
+            return self.selection(evenly(units, self.count), {})
+        kept = evenly(units, spending.usual_count())
+        return self.selection(kept, {}, spending.windows(kept, [1.0] * self.teacher.num_layers))
 
     def is_answered_by(self, found: Selection) -> bool:
         """Whether `found` came from this very task."""
