@@ -72,21 +72,26 @@ STAYS = layer("softmax", 0, 8, "softmax")
 
 
 @pytest.mark.parametrize(
-    ("kl", "parameters", "layers", "begins", "command"),
+    ("kl", "teacher", "layers", "begins", "command"),
     [
-        (0.01, 10**8, [layer("window 9", 0), STAYS], "Close to", "smollm2-135m-heads-10m"),
-        (0.13, 10**9, [layer("window 9", 0)], "Apart from its teacher. Training", "qwen3-0.6b"),
-        (0.24, 10**8, [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m-4bit-10m"),
-        (0.77, 10**8, [layer("Gated DeltaNet")], "Far from its teacher: train it before use", "smollm2-135m-10m"),
-        (0.0, 10**9, [layer("forgetting attention", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
-        (0.0, 10**8, [layer("forgetting attention", 1, 9)], "Close to", "smollm2-135m-10m stages.distil.ce_weight=1"),
+        (0.01, ("llama", 1e8), [layer("window 9", 0), STAYS], "Close to", "smollm2-135m-heads-10m"),
+        (0.13, ("gemma3_text", 1e9), [layer("window 9", 0)], "Apart from its teacher. Training", "qwen3-0.6b"),
+        (0.01, ("llama", 3e9), [layer("window 9", 0)], "Close to", "llama-3.2-1b"),
+        (0.01, ("llama", 7e9), [layer("window 9", 0)], "Close to", "llama-3.1-8b"),
+        (0.04, ("qwen2", 5e8), [layer("Gated DeltaNet + window 9")], "Close to", "qwen2.5-coder-0.5b"),
+        (0.24, ("llama", 1e8), [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m-4bit-10m"),
+        (0.77, ("llama", 1e8), [layer("Gated DeltaNet")], "Far from its teacher: train it", "smollm2-135m-10m"),
+        (0.0, ("qwen2", 6e8), [layer("FoX", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
+        (0.0, ("llama", 1e8), [layer("FoX", 1, 9)], "Close to", "smollm2-135m-10m stages.distil.ce_weight=1"),
     ],
 )
 def test_the_last_line_says_how_good_it_is_and_what_to_do(
-    kl: float, parameters: int, layers: list[dict[str, Any]], begins: str, command: str
+    kl: float, teacher: tuple[str, float], layers: list[dict[str, Any]], begins: str, command: str
 ) -> None:
+    model_type, parameters = teacher
     plan = {"teacher_parameters": parameters, "layers": layers}
-    line = outlook({"plan": plan, "held_out": {"kl": kl}}, Path("a b"))
+    report = {"plan": plan, "held_out": {"kl": kl}, "teacher": {"model_type": model_type}}
+    line = outlook(report, Path("a b"))
     assert line.startswith(begins)
     assert f": deltanet-hf distill {command} 'student=a b' 'output=a b-trained' 'data=" in line
     recipe, *overrides = shlex.split(line.partition("deltanet-hf distill ")[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from .conversion_card import keeps_tokens
 # (docs/results.md); with states and seven whole layers it begins at 0.8, and its first answer is an end of text.
 CLOSE, FAR = 0.05, 0.3
 SMALL = 300_000_000  # parameters up to which the rates of SmolLM2-135M's recipes are not too high
-LARGER = "qwen3-0.6b"
+LARGER = {  # recipes of larger models by their parameters; of other families, those of qwen3
+    "llama": {1.2e9: "llama-3.2-1b", 8.0e9: "llama-3.1-8b"},
+    "qwen2": {0.6e9: "qwen2.5-coder-0.5b", 1.8e9: "qwen2.5-coder-1.5b"},
+    "qwen3": {0.6e9: "qwen3-0.6b", 2.0e9: "qwen3-1.7b", 8.2e9: "qwen3-8b"},
+}
 # Recipes, and what they were measured to do (docs/results.md, docs/gated-deltanet.md, docs/mixers.md).
 WINDOWS = "smollm2-135m-heads-10m", "9.9M tokens halved SmolLM2-135M's KL on texts of 8k tokens"
 WITH_STATES = "smollm2-135m-4bit-10m", "9.9M tokens brought SmolLM2-135M with ten whole heads to 0.008"
@@ -38,8 +43,10 @@ def outlook(report: dict[str, Any], out: Path) -> str:
         recipe, measured = ADDED
     else:
         recipe, measured = WITH_STATES if all("window" in layer["title"] for layer in converted) else STATES
-    if plan["teacher_parameters"] > SMALL:
-        recipe = recipe.replace(recipe.partition(" ")[0], LARGER)
+    if (parameters := plan["teacher_parameters"]) > SMALL:
+        _, space, override = recipe.partition(" ")  # an override of a stage that not every recipe has
+        recipes = LARGER["qwen3"] if override else LARGER.get(report["teacher"]["model_type"], LARGER["qwen3"])
+        recipe = recipes[min(recipes, key=lambda size: abs(math.log(size / parameters)))] + space + override
     folders = " ".join(shlex.quote(f"{key}={value}") for key, value in (("student", out), ("output", f"{out}-trained")))
     return (
         f"{verdict}. Training ({measured}): deltanet-hf distill {recipe} {folders} 'data={{sources: [{{path: TEXT}}]}}'"
