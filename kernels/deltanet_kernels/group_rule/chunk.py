@@ -227,17 +227,7 @@ def summed_stages(config: ChunkConfig, BK: int, BV: int, element_size: int) -> i
     return max(1, min(config.grad_stages, 200 * 1024 // stage))
 
 
-def _backward(upstream: Upstream, call: GroupForward, kept: Kept) -> dict[str, torch.Tensor]:
-    do, dht = upstream
-    if do is None:
-        q, v = call.q, call.v
-        do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    grads = group_backward(Upstream(do, dht if call.final else None), call, kept)
-    found = zip(DIFFERENTIATED, grads, strict=True)
-    return {name: grad for name, grad in found if getattr(call, name) is not None}
-
-
-_chunk = differentiable_call(group_forward, _backward, Upstream, Kept, without=["initial_state"])
+_chunk = differentiable_call(group_forward, group_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"])
 
 
 def chunk_group_triton(call: GroupRuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
