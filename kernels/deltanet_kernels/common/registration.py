@@ -45,7 +45,7 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def operator(fake: Callable[P, Any], mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Registered[P, R]]:
+def operator(fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Registered[P, R]]:
     """Register a function of calls, which are named tuples, as torch.ops.deltanet.<its name>.
 
     The fields of its calls, and of calls within them, are the arguments of the registered operator, one after the
@@ -192,7 +192,7 @@ def differentiable_call(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            output = forward(call_of(*inputs))
+            output = forward(call_of(*inputs))  # type: ignore[call-arg]
             setup_context(ctx, inputs, output)
             return output
 

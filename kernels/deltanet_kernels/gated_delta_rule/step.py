@@ -35,6 +35,7 @@ from deltanet_kernels.gated_delta_rule.config import (
 )
 from deltanet_kernels.gated_delta_rule.cpu_step import CHANGED, StepParts, compose_step_
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
+from deltanet_kernels.gated_delta_rule.step_inputs import StepForm
 from deltanet_kernels.gated_delta_rule.step_kernels import one_token_kernel, step_kernel
 from deltanet_kernels.norm import gated_rms_norm_triton
 
@@ -67,6 +68,11 @@ def delta_step_(call: StepCall) -> torch.Tensor:
     o = v.new_empty(B, T, max(HQ, HV), V)
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
     late = 0 if late_writes is None else late_writes.shape[2]
+    width, warps, ahead, columns = *step_slices(K, V, B * HV, multiprocessors(state.device)), 0
+    if late:
+        width, warps, ahead, columns = late_slices(V, state.dtype)
+    if T > 1:
+        warps = step_warps(BK * BV)
     (q, q_row), (k, k_row), (v, v_row), (a, a_row), (b, b_row) = rows(q), rows(k), rows(v), rows(a), rows(b)
     z, z_row = (None, 0) if z is None else rows(z)
     tensors = (
@@ -76,36 +82,27 @@ def delta_step_(call: StepCall) -> torch.Tensor:
         None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(),
         None if k_offset is None else k_offset.contiguous(), o,
     )  # fmt: skip
-    options = {
-        "H": H, "HV": HV, "HQ": HQ, "K": K, "V": V, "BK": BK, "BV": BV, "W": W,
-        "R": 0 if cos is None else cos.shape[2], "ROPE_ROWS": cos is not None and cos.shape[0] > 1,
-        "QK_SILU": call.qk_silu, "V_SILU": call.v_silu, "GATE": z is not None, "NORM": norm_weight is not None,
-        "NORM_HEADS": 1 if norm_weight is None else norm_weight.numel() // V, "PADDING": padding is not None,
-        "OFFSET": k_offset is not None, "BETA": 2.0 if call.allow_neg_eigval else 1.0,
-        "DECAY": A_log is not None, "SIGMOID": call.use_beta_sigmoid_in_kernel,
-        "READ": call.erase != "off", "UNDECAYED": call.erase == "undecayed",
-        "Q_ROW": q_row, "K_ROW": k_row, "V_ROW": v_row, "A_ROW": a_row, "B_ROW": b_row, "Z_ROW": z_row,
-        "KV_REPEATS": call.kv_repeats, "LATE": late, "PLACES": power_of_two(late, 2),
+    form = StepForm(
+        H=H, HV=HV, HQ=HQ, K=K, V=V, BK=BK, BV=BV, C=(HQ + H) * K + HV * V, W=W, R=0 if cos is None else cos.shape[2],
+        ROPE_ROWS=cos is not None and cos.shape[0] > 1, QK_SILU=call.qk_silu, V_SILU=call.v_silu,
+        NORM_HEADS=1 if norm_weight is None else norm_weight.numel() // V, BETA=2.0 if call.allow_neg_eigval else 1.0,
+        SIGMOID=call.use_beta_sigmoid_in_kernel, READ=call.erase != "off", UNDECAYED=call.erase == "undecayed",
+        Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, A_ROW=a_row, B_ROW=b_row, Z_ROW=z_row, KV_REPEATS=call.kv_repeats,
+        LATE=late, PLACES=power_of_two(late, 2), ROWS=fold_rows(BK, BV, warps),
         # Writes in 16 bits are kept exactly in three products of 10 bits.
-        "PRECISION": "tf32x3" if late_writes is not None and late_writes.dtype == torch.bfloat16 else "ieee",
-    }  # fmt: skip
+        PRECISION="tf32x3" if late_writes is not None and late_writes.dtype == torch.bfloat16 else "ieee",
+    )  # fmt: skip
     if T == 1:
-        width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
-        columns = 0
-        if late:
-            width, warps, ahead, columns = late_slices(V, state.dtype)
-        launch(
-            one_token_kernel, B * HV, *tensors, call.slots, *waiting, call.factor, call.eps, **options,
+        form = form._replace(
             STATE_ROW=row_size(state), TAIL_ROW=row_size(conv_tail), WRITES_ROW=row_size(late_writes),
             DECAY_ROW=row_size(late_decay), COUNT_ROW=row_size(late_count), SCALE_ROW=row_size(state_scale),
-            SLICE=width, AHEAD=ahead, COLUMNS=columns, ROWS=fold_rows(BK, BV, warps), num_warps=warps,
+            SLICE=width, AHEAD=ahead, COLUMNS=columns,
         )  # fmt: skip
-    else:
-        warps = step_warps(BK * BV)
         launch(
-            step_kernel, B * HV, *tensors, *waiting, call.factor, call.eps, T, **options, ROWS=fold_rows(BK, BV, warps),
-            num_warps=warps,
-        )  # fmt: skip
+            one_token_kernel, B * HV, *tensors, call.slots, *waiting, call.factor, call.eps, FORM=form, num_warps=warps
+        )
+    else:
+        launch(step_kernel, B * HV, *tensors, *waiting, call.factor, call.eps, T, FORM=form, num_warps=warps)
     return o
 
 

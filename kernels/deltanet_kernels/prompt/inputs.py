@@ -249,4 +249,4 @@ def prompt_inputs_triton(call: PromptInputsCall) -> PromptInputs:
         v = call.v.view(*call.v.shape[:2], -1, call.head_dim)
     if not call.window_heads:
         window_q = window_k = None
-    return PromptInputs(q, k, v, window_q, window_k, tail if call.output_tail else None)
+    return PromptInputs(q, k, v, window_q, window_k, tail if call.output_tail else None)  # type: ignore[arg-type]
