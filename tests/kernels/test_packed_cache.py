@@ -373,6 +373,8 @@ def test_the_operators_are_registered_consistently() -> None:
         packed_step_(*(x[:, :, t : t + 1].transpose(1, 2) for x in (q, k, v)), cache)
     attention = PackedAttentionCall(q[:, :, -1:], cache, 64, 4, 64, edge=32)
     torch.library.opcheck(packed_attention_op.op, packed_attention_op.flat(attention))
+    compiled = torch.compile(packed_attention_op, fullgraph=True, backend="aot_eager")(attention)
+    assert all(map(torch.equal, compiled, packed_attention_op(attention)))
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4, order))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     torch.library.opcheck(launches.round_tokens_op.op, tuple(x.clone().requires_grad_() for x in (k, v)))

@@ -14,19 +14,21 @@ import torch
 
 from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.channel_gates.calls import ChannelCall
-from deltanet_kernels.channel_gates.config import MIN_HALF_SIZE, ChannelConfig, channel_config, check_supported
+from deltanet_kernels.channel_gates.config import ChannelConfig, channel_config, check_supported
 from deltanet_kernels.channel_gates.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.channel_gates.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.channel_gates.outputs import outputs_kernel
 from deltanet_kernels.channel_gates.scores import scores_kernel
 from deltanet_kernels.channel_gates.states import states_kernel
 from deltanet_kernels.channel_gates.states_backward import states_backward_kernel
+from deltanet_kernels.common.config import MIN_HALF_SIZE, product_precision
 from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable_call, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sequences import cut_chunks
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
-from deltanet_kernels.gated_delta_rule.config import product_precision
+from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype
 from deltanet_kernels.gated_delta_rule.solve import invert
 from deltanet_kernels.norm import gated_rms_norm_triton
 
@@ -79,17 +81,8 @@ class Kept(NamedTuple):
     """V' [chunks, HV, C, VP]; float32 unless the keys are bfloat16."""
 
 
-def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float16 would lose small gradients."""
-    return dtype if dtype == torch.bfloat16 else torch.float32
-
-
 def _config(k: torch.Tensor, v: torch.Tensor) -> ChannelConfig:
     return channel_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
-
-
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fake_forward(call: ChannelForward):
@@ -99,7 +92,7 @@ def _fake_forward(call: ChannelForward):
     C, KP, VP = config.C, config.KP, config.VP
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     n = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
-    kept = _kept_dtype(k.dtype)
+    kept = kept_dtype(k.dtype)
     own = keep and erase
     return (
         q.new_empty(B, T, HO, V),
@@ -125,14 +118,14 @@ def channel_chunk_forward(
     """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
     q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, final, keep, precision = call
     precision = product_precision(precision, q.dtype)
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    p = k if p is None else _unit_stride(p)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    p = k if p is None else unit_stride(p)
     g, beta = g.contiguous(), beta.contiguous()
     (B, T, HQ, K), H, HV, V, HO = q.shape, k.shape[2], v.shape[2], v.shape[3], max(q.shape[2], v.shape[2])
     config = _config(k, v)
     C, KP, VP = config.C, config.KP, config.VP
     chunks = cut_chunks(B, T, C, cu_seqlens)
-    n, kept = chunks.count, _kept_dtype(k.dtype)
+    n, kept = chunks.count, kept_dtype(k.dtype)
     reads, P = k.new_empty(n, HO, C, KP), k.new_empty(n, HO, C, C)
     writes, fade = k.new_empty(n, HV, C, KP), k.new_empty(n, HV, KP, dtype=torch.float32)
     erases = k.new_empty((n, HV, C, KP) if erase else (0,))
@@ -193,9 +186,9 @@ def channel_chunk_backward(
     q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, _, _, precision = call
     initial = initial_state is not None
     precision = product_precision(precision, q.dtype)
-    q, k, v, do = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(do)
+    q, k, v, do = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do)
     g, beta = g.contiguous(), beta.contiguous()
-    key = k if p is None else _unit_stride(p)
+    key = k if p is None else unit_stride(p)
     (B, T, HQ, K), H, HV, V, HO = q.shape, k.shape[2], v.shape[2], v.shape[3], max(q.shape[2], v.shape[2])
     config = _config(k, v)
     C, KP, VP = config.C, config.KP, config.VP

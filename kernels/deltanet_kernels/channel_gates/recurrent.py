@@ -17,12 +17,12 @@ import triton.language as tl
 from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 from deltanet_kernels.channel_gates.config import check_supported
+from deltanet_kernels.common.config import recurrent_config
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sequences import locate_row
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.tiles import L2_EPS
-from deltanet_kernels.gated_delta_rule.config import recurrent_config
 
 
 @triton.jit(do_not_specialize=["T"])

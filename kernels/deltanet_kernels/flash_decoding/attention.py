@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import torch
 
+from deltanet_kernels.common.config import check_supported, product_precision
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.online_softmax import COMBINED, combine_kernel
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
-from deltanet_kernels.flash_decoding.config import COMBINED, MASK_BLOCK, MAX_GROUP, cut_places, decode_config
-from deltanet_kernels.flash_decoding.kernels import combine_kernel, span_kernel
-from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
+from deltanet_kernels.flash_decoding.config import MASK_BLOCK, MAX_GROUP, cut_places, decode_config
+from deltanet_kernels.flash_decoding.kernels import span_kernel
 
 
 def _fake_decode_attention(call: DecodeAttentionCall):

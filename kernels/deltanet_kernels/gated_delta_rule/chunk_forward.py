@@ -12,21 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import slices
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
-from deltanet_kernels.gated_delta_rule.config import slices
 from deltanet_kernels.gated_delta_rule.hopper import launches
-from deltanet_kernels.gated_delta_rule.launch_plan import (
-    LaunchPlan,
-    kept_dtype,
-    launch_plan,
-    pinned_config,
-    unit_stride,
-    zero_tail,
-)
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan, kept_dtype, launch_plan, pinned_config, zero_tail
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, ChunkTensors, erase_flags
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.segments import chunk_spans, compose, composes

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.arguments import Erase, RuleCall
+from deltanet_kernels.common.config import check_supported, recurrent_config
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sequences import locate_row
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.tiles import L2_EPS, softplus
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
-from deltanet_kernels.gated_delta_rule.config import check_supported, recurrent_config
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.common.config import check_supported
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
@@ -26,17 +27,11 @@ from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.common.slots import row_size
 from deltanet_kernels.conv import causal_conv1d_triton
-from deltanet_kernels.gated_delta_rule.config import (
-    check_supported,
-    fold_rows,
-    late_slices,
-    step_slices,
-    step_warps,
-)
 from deltanet_kernels.gated_delta_rule.cpu_step import CHANGED, StepParts, compose_step_
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step_inputs import StepForm
 from deltanet_kernels.gated_delta_rule.step_kernels import one_token_kernel, step_kernel
+from deltanet_kernels.gated_delta_rule.step_sizes import fold_rows, late_slices, step_slices, step_warps
 from deltanet_kernels.norm import gated_rms_norm_triton
 
 

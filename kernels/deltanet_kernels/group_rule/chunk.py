@@ -15,19 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import MIN_HALF_SIZE, check_supported, slices, tile_width
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, differentiable_call, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, ChunkConfig
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
 from deltanet_kernels.gated_delta_rule.chunk_forward import scores_and_inverse
-from deltanet_kernels.gated_delta_rule.config import MIN_HALF_SIZE, check_supported, slices, tile_width
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import launches
-from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype, launch_plan, pinned_config, unit_stride
+from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype, launch_plan, pinned_config
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall
 from deltanet_kernels.group_rule.gradients_queries import query_gradients_kernel

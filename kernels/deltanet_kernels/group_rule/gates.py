@@ -12,9 +12,9 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.common.tiles import exact_softplus
 from deltanet_kernels.group_rule.calls import GroupGatesCall
 from deltanet_kernels.packed_cache.numbers import GROUP
-from deltanet_kernels.prompt.gates import exact_softplus
 
 BLOCK = 512
 

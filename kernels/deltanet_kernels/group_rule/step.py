@@ -16,12 +16,11 @@ from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
-from deltanet_kernels.common.tiles import L2_EPS
+from deltanet_kernels.common.tiles import L2_EPS, exact_softplus
+from deltanet_kernels.common.token_step import turned
 from deltanet_kernels.group_rule.calls import GroupStepCall
 from deltanet_kernels.packed_cache.kernels import restored_group
 from deltanet_kernels.packed_cache.numbers import GROUP, in_order
-from deltanet_kernels.prompt.gates import exact_softplus
-from deltanet_kernels.window.step import turned
 
 
 @triton.jit

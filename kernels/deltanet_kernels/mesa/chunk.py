@@ -24,16 +24,17 @@ from typing import NamedTuple
 import torch
 
 from deltanet_kernels.channel_gates.chunk import unit_rows
+from deltanet_kernels.common.config import MAX_HEAD_SIZE, slices, tile_width
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable_call, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, chunk_config
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward
 from deltanet_kernels.gated_delta_rule.chunk_forward import Kept as KeptByRule
-from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, slices, tile_width
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.states import states_kernel
@@ -110,10 +111,6 @@ def _solve(
         )  # fmt: skip
 
 
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _fake_forward(call: MesaForward):
     k, v, cu_seqlens, final, keep = call.k, call.v, call.cu_seqlens, call.final, call.keep
     (B, T, HQ, K), HV, V = call.q.shape, v.shape[2], v.shape[3]
@@ -137,7 +134,7 @@ def mesa_forward(
     q and k are float32.
     """
     q, k, v, g, beta, ridge, start, cu_seqlens, scale, steps, final, keep = call
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     g, beta, ridge = g.contiguous(), beta.contiguous(), ridge.contiguous()
     start = None if start is None else start.contiguous()
     (B, T, HQ, K), H, HV, V = q.shape, k.shape[2], v.shape[2], v.shape[3]
@@ -190,7 +187,7 @@ def mesa_backward(
     """
     (do, dht), (x, factors, P, states) = upstream, kept
     q, k, v, g, beta, ridge, initial_state, cu_seqlens, scale, steps, *_ = call
-    do, k, v, ridge = _unit_stride(do), _unit_stride(k), _unit_stride(v), ridge.contiguous()
+    do, k, v, ridge = unit_stride(do), unit_stride(k), unit_stride(v), ridge.contiguous()
     (B, T, H, K), HQ, (HV, V), HO = k.shape, q.shape[2], v.shape[2:], x.shape[2]
     chunks = cut_chunks(B, T, _config(k, v).C, cu_seqlens)
     y = (torch.empty_like if cu_seqlens is None else torch.zeros_like)(x)

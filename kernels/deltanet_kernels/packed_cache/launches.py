@@ -9,15 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltanet_kernels.common.config import product_precision
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.online_softmax import COMBINED, combine_kernel
 from deltanet_kernels.common.registration import cached, differentiable_call, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.slots import row_size
-from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
-from deltanet_kernels.flash_decoding.kernels import combine_kernel
-from deltanet_kernels.gated_delta_rule.config import product_precision
+from deltanet_kernels.common.token_step import COUNT_BITS, MAX_PROGRAMS
+from deltanet_kernels.flash_decoding.config import MAX_GROUP
 from deltanet_kernels.packed_cache.calls import (
     EVERYTHING,
     PackedAttentionCall,
@@ -28,13 +29,18 @@ from deltanet_kernels.packed_cache.calls import (
     PromptAttentionCall,
     RoundTokensCall,
 )
-from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, packed_span_kernel, round_tokens_kernel
+from deltanet_kernels.packed_cache.kernels import (
+    Places,
+    append_kernel,
+    pack_kernel,
+    packed_span_kernel,
+    round_tokens_kernel,
+)
 from deltanet_kernels.packed_cache.layout import BLOCK, GROUP, SINKS, PackedKeyValues, tokens_of
 from deltanet_kernels.packed_cache.prompt import pack_prompt_kernel, prompt_attention_kernel
 from deltanet_kernels.window.attention import Kept, OtherForm, Upstream, reach_within, strided, window_backward
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import window_config
-from deltanet_kernels.window.step import COUNT_BITS, MAX_PROGRAMS
 
 PROGRAMS = 12  # per multiprocessor
 LEAST_SPAN = {64: 1, 128: 2, 256: 2}  # groups, by head size
@@ -82,14 +88,10 @@ def packed_attention_op(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     return _attend(call._replace(q=call.q.contiguous()))
 
 
-ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "TS_ROW", "LENGTHS_ROW")
-
-
-def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:
-    """Groups of a page, and elements from a row of each tensor to its next, as the kernels take them with slots."""
+def _places(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
     if pages is None:
-        return dict.fromkeys(("PER_PAGE", *ROWS), 0)
-    return {"PER_PAGE": cache.groups} | dict(zip(ROWS, map(row_size, (pages, *cache.tensors)), strict=True))
+        return None
+    return Places(cache.groups, *map(row_size, (pages, *cache.tensors)))
 
 
 def _attend(
@@ -110,8 +112,8 @@ def _attend(
         packed_span_kernel, B * HK * spans,
         q, *cache, slots, pages, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
-        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)), CAP=softcap,
-        PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
+        PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)),
+        CAP=softcap, PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
         PRECISION=product_precision("auto", q.dtype), EDGE=call.edge, num_warps=warps,
     )  # fmt: skip
     launch(
@@ -152,7 +154,7 @@ def packed_step_op_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     launch(
         append_kernel, B * HK, *cache, slots, pages, q, k, v, cos, sin, turned,
         cache.groups * (1 if pages is None else pages.shape[1]), q_row, k_row, v_row,
-        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
+        PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip

@@ -14,18 +14,10 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.common.tiles import exact_softplus
 from deltanet_kernels.prompt.calls import GateValuesCall
 
 BLOCK = 512
-
-
-@triton.jit
-def exact_softplus(x):
-    """log(1 + e^x) without the loss of small results: log1p(e) = log(u) e / (u - 1) with u = 1 + e."""
-    e = tl.exp(-tl.abs(x))
-    u = 1.0 + e
-    exact = u == 1.0
-    return tl.maximum(x, 0.0) + tl.where(exact, e, tl.log(u) * (e / tl.where(exact, 1.0, u - 1.0)))
 
 
 @triton.jit

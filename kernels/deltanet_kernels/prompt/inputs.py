@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.config import check_supported
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.tiles import silu
-from deltanet_kernels.gated_delta_rule.config import check_supported
 from deltanet_kernels.prompt.calls import PromptInputs, PromptInputsCall
 
 TILE = 2048  # elements of half a head in a tile of tokens

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import check_supported, product_precision
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable_call, operator
 from deltanet_kernels.common.sequences import cut_chunks
-from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import key_heads, window_config
 from deltanet_kernels.window.forward import forward_kernel
