@@ -39,8 +39,13 @@ from deltanet_kernels.group_rule.chunk import chunk_group_triton
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.packed_cache.calls import PackedPartCall, PackPromptCall, PromptAttentionCall
-from deltanet_kernels.packed_cache.launches import pack_prompt_triton, packed_part_triton, prompt_attention_triton
+from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall, PromptAttentionCall
+from deltanet_kernels.packed_cache.launches import (
+    pack_prompt_triton,
+    packed_part_triton,
+    packed_step_triton_,
+    prompt_attention_triton,
+)
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall
 from deltanet_kernels.prompt.gates import gate_values_triton
 from deltanet_kernels.prompt.inputs import prompt_inputs_triton
@@ -193,7 +198,7 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
 
         found.append((name, both))
     for dtype, K, T, heads in (
-        ("bf16", 128, 128, (2, 2, 2)), ("bf16", 128, 128, (2, 8, 2)), ("bf16", 128, 128, (1, 1, 2)),
+        ("bf16", 128, 128, (2, 2, 2)), ("bf16", 128, 128, (2, 8, 2)), ("fp32", 64, 128, (1, 1, 2)),
         ("bf16", 64, 128, (1, 3, 1)), ("bf16", 64, 100, (2, 2, 2)), ("bf16", 256, 128, (1, 2, 1)),
         ("fp16", 64, 128, (1, 3, 1)), ("fp16", 16, 100, (1, 1, 1)), ("fp32", 64, 128, (1, 3, 1)),
     ):  # fmt: skip
@@ -334,6 +339,10 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             bounds = torch.tensor([0, 150, 400], dtype=torch.int32)
             joint = (x.view(1, 400, *x.shape[2:]) for x in (q, k, v))
             packed_part_triton(PackedPartCall(*joint, *rest, bounds, 250))
+            token = [x[:, :1] for x in (q, k, v)]
+            packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap))
+            slots = torch.tensor([1, 0], dtype=torch.int32)
+            packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap, slots=slots))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found

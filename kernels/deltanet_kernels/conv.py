@@ -11,13 +11,15 @@ gradient is added to dx there. The backward pass computes p again instead of kee
 # ruff: noqa: RUF005 (Triton does not know starred tuples)
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from deltanet_kernels.arguments import ConvCall
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.registration import differentiable_call, operator
 from deltanet_kernels.common.sequences import Chunks, cut_chunks, locate_chunk, locate_row
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 
@@ -212,37 +214,40 @@ def _conv_backward_kernel(
             tl.store(dweight + (c.to(tl.int64) * D + d) * SUMS + w, sums[w], mask=m_d)
 
 
-def _launch(
-    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor | None
-) -> tuple[Chunks, int, dict[str, int]]:
-    B, T, D = x.shape
-    chunks = cut_chunks(B, T, TOKENS, cu_seqlens)
+class Upstream(NamedTuple):
+    """The gradients of the output and of the final state."""
+
+    dy: torch.Tensor
+    dfinal: torch.Tensor | None
+
+
+def _launch(call: ConvCall) -> tuple[Chunks, int, dict[str, int]]:
+    B, T, D = call.x.shape
+    chunks = cut_chunks(B, T, TOKENS, call.cu_seqlens)
     BD = min(CHANNELS, power_of_two(D))
-    return chunks, cdiv(D, BD), {"D": D, "BD": BD, "W": weight.shape[1]}
+    return chunks, cdiv(D, BD), {"D": D, "BD": BD, "W": call.weight.shape[1]}
 
 
-def _fake_conv_forward(x, weight, bias, state, cu_seqlens, silu, final):
+def _fake_conv_forward(call: ConvCall):
+    x, cu_seqlens = call.x, call.cu_seqlens
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y, x.new_empty((rows, x.shape[2], weight.shape[1] - 1) if final else (0,))
+    return y, x.new_empty((rows, x.shape[2], call.weight.shape[1] - 1) if call.output_final_state else (0,))
 
 
 @operator(_fake_conv_forward)
-def conv_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, silu: bool, final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def conv_forward(call: ConvCall) -> tuple[torch.Tensor, torch.Tensor]:
     """y and the final state (empty unless requested)."""
-    x, weight = x.contiguous(), weight.contiguous()
-    state = None if state is None else state.contiguous()
-    chunks, ND, sizes = _launch(x, weight, cu_seqlens)
+    x, weight, bias, final = call.x.contiguous(), call.weight.contiguous(), call.bias, call.output_final_state
+    state = None if call.initial_state is None else call.initial_state.contiguous()
+    chunks, ND, sizes = _launch(call)
     (_, T, D), W = x.shape, weight.shape[1]
     y = torch.zeros_like(x) if chunks.varlen else torch.empty_like(x)
     out = x.new_empty((chunks.rows, D, W - 1) if final else (0,))
     launch(
         _conv_forward_kernel, chunks.count * ND,
         x, weight, bias, state, y, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, **sizes, C=TOKENS,
-        SILU=silu, BIAS=bias is not None, INITIAL=state is not None, VARLEN=chunks.varlen,
+        SILU=call.activation == "silu", BIAS=bias is not None, INITIAL=state is not None, VARLEN=chunks.varlen,
         AHEAD=AHEAD, num_warps=1,
     )  # fmt: skip
     if final and W > 1:
@@ -254,30 +259,29 @@ def conv_forward(
     return y, out
 
 
-def _fake_conv_backward(dy, dfinal, x, weight, bias, state, cu_seqlens, silu):
-    like = [
-        x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in (x, weight, bias, state)
-    ]
-    return tuple(like)
+def _fake_conv_backward(upstream: Upstream, call: ConvCall):
+    inputs = (call.x, call.weight, call.bias, call.initial_state)
+    return tuple(
+        call.x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs
+    )
 
 
 @operator(_fake_conv_backward)
-def conv_backward(
-    dy: torch.Tensor, dfinal: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def conv_backward(upstream: Upstream, call: ConvCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, weight, bias and the initial state (empty where there is none)."""
-    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
-    state = None if state is None else state.contiguous()
-    dfinal = None if dfinal is None else dfinal.contiguous()
-    chunks, ND, sizes = _launch(x, weight, cu_seqlens)
+    dy, x, weight, bias = upstream.dy.contiguous(), call.x.contiguous(), call.weight.contiguous(), call.bias
+    state = None if call.initial_state is None else call.initial_state.contiguous()
+    dfinal = None if upstream.dfinal is None else upstream.dfinal.contiguous()
+    chunks, ND, sizes = _launch(call)
     (_, T, D), W = x.shape, weight.shape[1]
     dx = torch.zeros_like(x) if chunks.varlen else torch.empty_like(x)
     partial = torch.zeros if chunks.varlen else torch.empty
     dweight = partial(chunks.count, D, W + (bias is not None), dtype=torch.float32, device=x.device)
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
-    flags = {"SILU": silu, "BIAS": bias is not None, "INITIAL": state is not None, "FINAL": dfinal is not None}
+    flags = {
+        "SILU": call.activation == "silu", "BIAS": bias is not None, "INITIAL": state is not None,
+        "FINAL": dfinal is not None,
+    }  # fmt: skip
     for out, programs, C in ((dx, chunks.count, TOKENS), (dstate, chunks.rows if dstate.numel() else 0, W - 1)):
         if programs:
             launch(
@@ -291,22 +295,7 @@ def conv_backward(
     return dx, total[:, :W].to(weight.dtype).contiguous(), dbias, dstate
 
 
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, state, cu_seqlens, ctx.silu, ctx.final = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, bias, state, cu_seqlens)
-
-
-def _backward(ctx, dy, dfinal):
-    x, weight, bias, state, cu_seqlens = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    grads = conv_backward(dy, dfinal if ctx.final else None, x, weight, bias, state, cu_seqlens, ctx.silu)
-    dx, dweight, dbias, dstate = grads
-    return dx, dweight, None if bias is None else dbias, None if state is None else dstate, None, None, None
-
-
-gradient("conv_forward", _backward, _setup_context)
-_conv = differentiable(conv_forward, _backward, _setup_context)
+_conv = differentiable_call(conv_forward, conv_backward, ("x", "weight", "bias", "initial_state"), Upstream)
 
 
 def causal_conv1d_triton(call: ConvCall) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -315,8 +304,7 @@ def causal_conv1d_triton(call: ConvCall) -> tuple[torch.Tensor, torch.Tensor | N
     Raises:
         NotImplementedError: float64.
     """
-    x, weight, bias, activation, initial_state, output_final_state, cu_seqlens = call
-    if x.dtype == torch.float64:
+    if call.x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    y, final = _conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu", output_final_state)
-    return y, final if output_final_state else None
+    y, final = _conv(call)
+    return y, final if call.output_final_state else None

@@ -35,15 +35,15 @@ def _silu_product_kernel(
     tl.store(y + r * D + c, x.to(y.dtype.element_ty), mask=m)
 
 
-def _fake_silu_product(gate, up):
-    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+def _fake_silu_product(call: SiluProductCall):
+    return torch.empty(call.gate.shape, dtype=call.gate.dtype, device=call.gate.device)
 
 
 @operator(_fake_silu_product)
-def silu_product_op(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_product_op(call: SiluProductCall) -> torch.Tensor:
     """Return silu(gate) * up in the shape of gate, contiguous."""
-    y = gate.new_empty(gate.shape)
-    (gate, gate_row), (up, up_row) = rows(gate), rows(up)
+    y = call.gate.new_empty(call.gate.shape)
+    (gate, gate_row), (up, up_row) = rows(call.gate), rows(call.up)
     D = y.shape[-1]
     launch(
         _silu_product_kernel, y.numel() // D * cdiv(D, BLOCK),
@@ -60,5 +60,4 @@ def silu_product_triton(call: SiluProductCall) -> torch.Tensor:
     """
     if call.gate.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    y: torch.Tensor = silu_product_op(*call)
-    return y
+    return silu_product_op(call)

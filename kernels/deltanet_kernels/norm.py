@@ -11,13 +11,15 @@ partial dw; the partial sums are added afterwards in a fixed order. Computes in 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.registration import differentiable_call, operator
 from deltanet_kernels.common.rows import rows as token_rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 
@@ -97,27 +99,34 @@ def _gate_rows(z: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int
     return z, z.shape[2:].numel() // D, row
 
 
-def _fake_norm_forward(x, z, w, eps):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+class Upstream(NamedTuple):
+    """The gradient of the output."""
+
+    dy: torch.Tensor
+
+
+def _fake_norm_forward(call: GatedNormCall):
+    return torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
 
 
 @operator(_fake_norm_forward)
-def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
+def norm_forward(call: GatedNormCall) -> torch.Tensor:
     """The forward pass of gated_rms_norm."""
+    x, w = call.x.contiguous(), call.weight.contiguous()
     rows, D, heads = _sizes(x, w)
-    x, w = x.contiguous(), w.contiguous()
-    z, z_heads, z_row = _gate_rows(z, D)
+    z, z_heads, z_row = _gate_rows(call.z, D)
     y = x.new_empty(x.shape)
     tile = _rows(D)
     launch(
         _norm_forward_kernel, cdiv(rows, tile),
-        x, z, w, y, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile, GATE=z is not None,
+        x, z, w, y, rows, call.eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile, GATE=z is not None,
         Z_HEADS=z_heads, Z_ROW=z_row,
     )  # fmt: skip
     return y
 
 
-def _fake_norm_backward(dy, x, z, w, eps):
+def _fake_norm_backward(upstream: Upstream, call: GatedNormCall):
+    x, z, w, _ = call
     dz = x.new_empty(0) if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
     return (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -127,12 +136,11 @@ def _fake_norm_backward(dy, x, z, w, eps):
 
 
 @operator(_fake_norm_backward)
-def norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def norm_backward(upstream: Upstream, call: GatedNormCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, z (empty without a gate) and w."""
+    dy, x, w = upstream.dy.contiguous(), call.x.contiguous(), call.weight.contiguous()
+    z = None if call.z is None else call.z.contiguous()
     rows, D, heads = _sizes(x, w)
-    dy, x, w, z = dy.contiguous(), x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
     dx = torch.empty_like(x)
     dz = x.new_empty(0) if z is None else torch.empty_like(z)
     tile = _rows(D)
@@ -140,26 +148,13 @@ def norm_backward(
     dw = torch.empty(programs, heads, D, dtype=torch.float32, device=x.device)
     launch(
         _norm_backward_kernel, programs * heads,
-        x, z, w, dy, dx, dz, dw, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile,
+        x, z, w, dy, dx, dz, dw, rows, call.eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile,
         TILES=TILES, GATE=z is not None,
     )  # fmt: skip
     return dx, dz, dw.sum(0).view(w.shape).to(w.dtype, copy=True)
 
 
-def _setup_context(ctx, inputs, output):
-    x, z, w, ctx.eps = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, z, w)
-
-
-def _backward(ctx, dy):
-    x, z, w = ctx.saved_tensors
-    dx, dz, dw = norm_backward(dy, x, z, w, ctx.eps)
-    return dx, None if z is None else dz, dw, None
-
-
-gradient("norm_forward", _backward, _setup_context)
-_norm = differentiable(norm_forward, _backward, _setup_context)
+_norm = differentiable_call(norm_forward, norm_backward, ("x", "z", "weight"), Upstream)
 
 
 def gated_rms_norm_triton(call: GatedNormCall) -> torch.Tensor:
@@ -170,5 +165,4 @@ def gated_rms_norm_triton(call: GatedNormCall) -> torch.Tensor:
     """
     if call.x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    y: torch.Tensor = _norm(*call)
-    return y
+    return _norm(call)

@@ -50,16 +50,14 @@ def _rms_norm_kernel(
     tl.store(y + at, (n_D * (w_D + OFFSET)).to(y.dtype.element_ty), mask=m)
 
 
-def _fake_rms_norm(x, residual, weight, total, eps, offset, round_first):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _fake_rms_norm(call: RMSNormCall):
+    return torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
 
 
 @operator(_fake_rms_norm, mutates=("total",))
-def rms_norm_op(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, total: torch.Tensor | None, eps: float,
-    offset: float, round_first: bool,
-) -> torch.Tensor:  # fmt: skip
+def rms_norm_op(call: RMSNormCall) -> torch.Tensor:
     """Return y in the shape of x, contiguous, and write the contiguous `total`."""
+    x, residual = call.x, call.residual
     D = x.shape[-1]
     y = x.new_empty(x.shape)
     if x.numel() == 0:
@@ -68,9 +66,9 @@ def rms_norm_op(
     size = power_of_two(D, 1)
     launch(
         _rms_norm_kernel, y.numel() // D,
-        x, None if residual is None else residual.contiguous(), weight.contiguous(), total, y, eps,
-        HEADS=x.shape[2:].numel() // D, X_ROW=row, D=D, BD=size, INVERSE=1 / D, OFFSET=offset,
-        ROUND_FIRST=round_first, ADD=residual is not None,
+        x, None if residual is None else residual.contiguous(), call.weight.contiguous(), call.total, y, call.eps,
+        HEADS=x.shape[2:].numel() // D, X_ROW=row, D=D, BD=size, INVERSE=1 / D, OFFSET=call.offset,
+        ROUND_FIRST=call.round_first, ADD=residual is not None,
         num_warps=min(MAX_WARPS, power_of_two(size // PER_WARP, 1)), enable_fp_fusion=False,
     )  # fmt: skip
     return y
@@ -82,10 +80,9 @@ def rms_norm_triton(call: RMSNormCall) -> torch.Tensor:
     Raises:
         NotImplementedError: float64, or rows of more than 65,536 elements.
     """
-    x, weight, eps, offset, round_first, residual, total = call
+    x = call.x
     if x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
     if x.shape[-1] > MAX_SIZE:
         raise NotImplementedError(f"rows of {x.shape[-1]} elements: the kernel takes up to {MAX_SIZE}")
-    y: torch.Tensor = rms_norm_op(x, residual, weight, total, eps, offset, round_first)
-    return y
+    return rms_norm_op(call)

@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from deltanet_kernels.arguments import StepCall
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
 from tests.kernels import window_cases
@@ -118,11 +119,12 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             x = make(step, dtype, "cuda")
             options = (x["allow_neg_eigval"], x["use_beta_sigmoid_in_kernel"], x["erase"])
-            delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options)
+            given = (*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options)
+            delta_step_(StepCall(*given))
             x |= late(x["state"])
             waiting = (x["late_writes"], x["late_decay"], x["late_count"])
             for _ in range(4):  # folds
-                delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options, 1, None, *waiting)
+                delta_step_(StepCall(*given, 1, None, *waiting))
     torch.cuda.synchronize()
     print("convolution, norm, fused step", flush=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

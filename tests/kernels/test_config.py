@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from deltanet_kernels.common.config import slices, tile_width
 from deltanet_kernels.gated_delta_rule import chips
 from deltanet_kernels.gated_delta_rule.chips import KERNELS, chunk_config, kernels
-from deltanet_kernels.gated_delta_rule.config import slices, step_slices, tile_width
 from deltanet_kernels.gated_delta_rule.segments import composes, segments_for
+from deltanet_kernels.gated_delta_rule.step_sizes import step_slices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -169,7 +169,7 @@ def test_the_operator_with_late_writes_is_registered_consistently() -> None:
     waiting = late(x["state"])
     extra = (waiting["late_writes"].zero_(), waiting["late_decay"].zero_(), waiting["late_count"])
     form = (True, True, False, True, "decayed", 1, None)
-    torch.library.opcheck(delta_step_.op, (*(x.get(name) for name in TENSORS), 0.25, 1e-6, *form, *extra))
+    torch.library.opcheck(delta_step_.op, StepCall(*(x.get(name) for name in TENSORS), 0.25, 1e-6, *form, *extra))
 
 
 def test_wrong_late_writes_are_named() -> None:

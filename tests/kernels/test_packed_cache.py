@@ -21,6 +21,7 @@ from deltanet_kernels.packed_cache import launches
 from deltanet_kernels.packed_cache.calls import (
     EVERYTHING,
     PackedAttentionCall,
+    PackedPartCall,
     PackedStepCall,
     PackGroupsCall,
 )
@@ -372,7 +373,10 @@ def test_the_operators_are_registered_consistently() -> None:
     cache = empty(k, 1, 4, order)
     for t in range(40):
         packed_step_(*(x[:, :, t : t + 1].transpose(1, 2) for x in (q, k, v)), cache)
-    torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None, 32))
+    attention = PackedAttentionCall(q[:, :, -1:], cache, 64, 4, 64, edge=32)
+    torch.library.opcheck(packed_attention_op.op, packed_attention_op.flat(attention))
+    compiled = torch.compile(packed_attention_op, fullgraph=True, backend="aot_eager")(attention)
+    assert all(map(torch.equal, compiled, packed_attention_op(attention)))
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4, order))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     torch.library.opcheck(launches.round_tokens_op.op, tuple(x.clone().requires_grad_() for x in (k, v)))
@@ -380,11 +384,12 @@ def test_the_operators_are_registered_consistently() -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(launches.prompt_attention_op.op, (*leaves, k[:, :32], v[:, :32], 20, 4, 0.2, None, 32))
     new = [x[:, 5:8] for x in (q, k, v)]
-    rest = (*cache, 1, 64, 4, 64, 0.2, None)
-    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, None, 0, 32))
-    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, torch.tensor([0, 3], device=DEVICE), 3, 1))
-    new = [x[:, :1] for x in (q, k, v)]
-    torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None, None, None, 32))
+    part = PackedPartCall(*new, cache, 1, 64, 4, 64, edge=32)
+    packed = part._replace(cu_seqlens=torch.tensor([0, 3], device=DEVICE), longest=3, edge=1)
+    for call in (part, packed):
+        torch.library.opcheck(launches.packed_part_op.op, launches.packed_part_op.flat(call))
+    step = PackedStepCall(*(x[:, :1] for x in (q, k, v)), cache, 64, 4, 64, edge=32)
+    torch.library.opcheck(launches.packed_step_op_.op, launches.packed_step_op_.flat(step))
 
 
 @pytest.mark.parametrize(

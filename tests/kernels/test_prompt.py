@@ -204,7 +204,7 @@ def test_a_huge_input_stays_in_its_channel_and_its_tokens() -> None:
 
 def test_the_operators_are_registered_consistently() -> None:
     case = Prompt("small", T=2, B=1, heads=(1, 1, 1), D=4, rope=4, offsets=1, v_silu=True)
-    torch.library.opcheck(prompt_inputs_op.op, tuple(PromptInputsCall(**make(case))))
+    torch.library.opcheck(prompt_inputs_op.op, PromptInputsCall(**make(case)))
     a, slope = torch.randn(2, 3, 4, device=DEVICE), torch.randn(4, device=DEVICE)
     torch.library.opcheck(gate_values_op.op, (a, a + 1, slope, slope, 2))
 

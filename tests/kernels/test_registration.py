@@ -10,14 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.registration import Registered, cached
 from deltanet_kernels.gated_delta_rule import chunk_forward
 from deltanet_kernels.norm import norm_forward
 from deltanet_kernels.prompt import inputs as prompt
+from deltanet_kernels.prompt.calls import PromptInputsCall
 from tests.kernels.triton_mode import DEVICE
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 WEIGHT = torch.ones(8, device=DEVICE)
+CALL = GatedNormCall(X, None, WEIGHT)
 
 
 @pytest.fixture
@@ -45,10 +48,10 @@ class Record(TorchDispatchMode):
 
 def test_plain_eager_calls_skip_the_dispatcher(ways: list[str]) -> None:
     with torch.no_grad():
-        direct = norm_forward(X, None, WEIGHT, 1e-6)
-        parameter = norm_forward(X, None, torch.nn.Parameter(WEIGHT), 1e-6)
+        direct = norm_forward(CALL)
+        parameter = norm_forward(CALL._replace(weight=torch.nn.Parameter(WEIGHT)))
     assert ways == ["function", "function"]
-    assert torch.equal(direct, norm_forward.op(X, None, WEIGHT, 1e-6))
+    assert torch.equal(direct, norm_forward.op(*CALL))
     assert torch.equal(direct, parameter)
 
 
@@ -78,7 +81,7 @@ def mode() -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("watched", [grad, meta, fake, mode], ids=lambda f: f.__name__)
 def test_watched_calls_take_it(watched: Callable[..., Any], ways: list[str]) -> None:
     with watched() as x:
-        y = norm_forward(x, None, WEIGHT.to(x.device), 1e-6)
+        y = norm_forward(CALL._replace(x=x, weight=WEIGHT.to(x.device)))
     assert ways == ["op"] if watched is not mode else ways[0] == "op"
     assert y.shape == X.shape
     assert y.requires_grad == (watched is grad)
@@ -87,7 +90,7 @@ def test_watched_calls_take_it(watched: Callable[..., Any], ways: list[str]) -> 
 
 def test_a_mode_sees_the_operator() -> None:
     with torch.no_grad(), Record() as record:
-        norm_forward(X, None, WEIGHT, 1e-6)
+        norm_forward(CALL)
     assert "deltanet.norm_forward.default" in record.seen
 
 
@@ -95,9 +98,9 @@ def test_a_mode_sees_the_operator() -> None:
 def test_transforms_take_it(ways: list[str]) -> None:
     """vmap's tensors call themselves plain; PyTorch unwraps them, row by row."""
     with torch.no_grad():
-        rows = torch.func.vmap(lambda x: norm_forward(x, None, WEIGHT, 1e-6))(X)
+        rows = torch.func.vmap(lambda x: norm_forward(CALL._replace(x=x)))(X)
         assert ways[0] == "op"
-        torch.testing.assert_close(rows, norm_forward(X, None, WEIGHT, 1e-6))
+        torch.testing.assert_close(rows, norm_forward(CALL))
 
 
 def test_compiled_calls_take_it() -> None:
@@ -108,8 +111,8 @@ def test_compiled_calls_take_it() -> None:
         return graph
 
     with torch.no_grad():
-        compiled = torch.compile(lambda x: norm_forward(x, None, WEIGHT, 1e-6), fullgraph=True, backend=backend)
-        assert torch.equal(compiled(X), norm_forward(X, None, WEIGHT, 1e-6))
+        compiled = torch.compile(lambda x: norm_forward(CALL._replace(x=x)), fullgraph=True, backend=backend)
+        assert torch.equal(compiled(X), norm_forward(CALL))
     assert "deltanet.norm_forward.default" in [str(node.target) for node in graphs[0].graph.nodes]
     assert isinstance(norm_forward, Registered)
 
@@ -130,40 +133,37 @@ def test_cached_functions_take_symbolic_sizes_as_numbers() -> None:
     assert type(calls[0]) is int
 
 
-def _chunk_inputs(final: bool) -> tuple[Any, ...]:
+def _chunk_call(final: bool) -> chunk_forward.ChunkForward:
     q, k, v = torch.randn(3, 1, 20, 2, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     g = torch.full((1, 20, 2), -0.5, device=DEVICE)
-    return (
-        chunk_forward.ChunkForward(
-            q, k, v, g, -g, None, None, None, None, 0.25, True, False, final, False, "auto", 1, "decayed"
-        ),
+    return chunk_forward.ChunkForward(
+        q, k, v, g, -g, None, None, None, None, 0.25, True, False, final, False, "auto", 1, "decayed"
     )
 
 
-def _prompt_inputs(final: bool) -> tuple[Any, ...]:
+def _prompt_call(final: bool) -> PromptInputsCall:
     q = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     weight = torch.ones(96, 4, device=DEVICE) if final else None
-    return (q, q, q, 16, weight, None, None, None, None, True, False, 0, final, 1)
+    return PromptInputsCall(q, q, q, 16, weight, qk_silu=True, output_tail=final)
 
 
 @pytest.mark.parametrize("final", [True, False])
 @pytest.mark.parametrize(
-    ("plain", "registered", "inputs"),
+    ("plain", "registered", "make"),
     [
-        (chunk_forward.chunk_without_gradients, chunk_forward.chunk_forward, _chunk_inputs),
-        (prompt._operator, prompt.prompt_inputs_op, _prompt_inputs),
+        (chunk_forward.chunk_without_gradients, chunk_forward.chunk_forward, _chunk_call),
+        (prompt._operator, prompt.prompt_inputs_op, _prompt_call),
     ],
     ids=["chunk_forward", "prompt_inputs"],
 )
 def test_plain_calls_leave_out_empty_results(
-    plain: Registered, registered: Registered, inputs: Any, final: bool
+    plain: Any, registered: Any, make: Callable[[bool], tuple[Any, ...]], final: bool
 ) -> None:
     with torch.no_grad():
-        given = inputs(final)
-        found, flat = plain(*given), given[0] if registered.calls else given
-        wanted = registered.op(*flat)
+        call = make(final)
+        found, wanted = plain(call), registered.op(*call)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            traced = registered.op(*flat)
+            traced = registered.op(*call)
     assert len(found) == len(wanted) == len(traced)
     for x, y, z in zip(found, wanted, traced, strict=True):
         assert (y.shape, y.dtype) == (z.shape, z.dtype)

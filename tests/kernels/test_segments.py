@@ -193,5 +193,6 @@ def test_what_is_forgotten_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
     tensors[3][..., 1] = -16.0
     monkeypatch.setattr(chunk_forward, "composes", lambda segments, K: True)
-    *_, M, _ = torch.ops.deltanet.chunk_forward(*tensors, None, None, None, 1.0, True, False, True, True, "ieee", 3)
+    form = (None, None, None, 1.0, True, False, True, True, "ieee", 3, "decayed")
+    *_, M, _ = torch.ops.deltanet.chunk_forward(*tensors, *form)
     assert M[0].isfinite().all(-1).all(-1).tolist() == [[True, False], [False, False], [True, False]]

@@ -367,10 +367,11 @@ def test_step_compiles_and_still_moves_in_place(case: Step, step_: Callable[...,
 def test_the_operator_is_registered_consistently() -> None:
     one = {"B": 1, "H": 1, "HQ": 1, "HV": 1}
     x = make(Step("registered", padding=True, rope=8, offset=True, **one, **NATIVE), device=DEVICE)
-    torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True, True))
+    call = StepCall(*(x[name] for name in TENSORS), 0.25, 1e-6, True, True, True)
+    torch.library.opcheck(delta_step_.op, call)
     x = make(Step("registered, as given", given=True, **one), device=DEVICE)
     form = (True, True, False, False, "undecayed")
-    torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, *form))
+    torch.library.opcheck(delta_step_.op, StepCall(*(x[name] for name in TENSORS), 0.25, 1e-6, *form))
 
 
 WRONG: list[tuple[str, Callable[[Any], Any], str]] = [

@@ -101,7 +101,7 @@ def test_forward_without_gradient_is_the_same_and_keeps_nothing(HQ: int) -> None
     assert relative_error(final, state) < 1e-6
     kept = torch.ops.deltanet.chunk_forward(
         *(inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state")), None, None, None,
-        1.0, True, False, True, False, "ieee", 1,
+        1.0, True, False, True, False, "ieee", 1, "decayed",
     )[2:]  # fmt: skip
     assert all(x.numel() == 0 for x in kept)
 
@@ -123,7 +123,7 @@ def test_registered_operator_is_sound(segments: int) -> None:
     arguments = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
     torch.library.opcheck(
         torch.ops.deltanet.chunk_forward.default,
-        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", segments),
+        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", segments, "decayed"),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from deltanet_kernels import window_attention
-from deltanet_kernels.window.attention import window_attention_triton, window_backward, window_forward
+from deltanet_kernels.window.attention import (
+    Kept,
+    OtherForm,
+    Upstream,
+    window_attention_triton,
+    window_backward,
+    window_forward,
+)
 from deltanet_kernels.window.calls import WindowCall
 from tests.kernels.cases import assert_close
 from tests.kernels.triton_mode import DEVICE, GPU
@@ -108,12 +115,12 @@ def test_compile_without_a_graph_break() -> None:
 @pytest.mark.parametrize("offsets", [None, (0, 10, 29)], ids=["rows", "packed"])
 def test_the_operators_are_registered_consistently(offsets: tuple[int, ...] | None) -> None:
     inputs = make(Case("", T=30, window=8, sinks=2, cu_seqlens=offsets), torch.float32, DEVICE)
-    arguments = (inputs["cu_seqlens"], 8, 2, 0.25, 3.0)
-    tokens = [inputs[name] for name in ("q", "k", "v")]
-    torch.library.opcheck(window_forward.op, (*tokens, *arguments, 32))
+    call = WindowCall(*(inputs[name] for name in ("q", "k", "v")), 8, 2, 0.25, inputs["cu_seqlens"], 3.0, 32)
+    torch.library.opcheck(window_forward.op, call)
     o, lse = (x.detach() for x in triton_window(**inputs))
-    tokens = [x.detach() for x in tokens]
-    torch.library.opcheck(window_backward.op, (torch.ones_like(o), torch.ones_like(lse), *tokens, o, lse, *arguments))
+    upstream, kept = Upstream(torch.ones_like(o), torch.ones_like(lse)), Kept(o, lse)
+    call = call._replace(**{name: inputs[name].detach() for name in ("q", "k", "v")})
+    torch.library.opcheck(window_backward.op, (*upstream, *call, *kept, *OtherForm()))
 
 
 def test_one_run_gives_the_bits_of_the_next() -> None:

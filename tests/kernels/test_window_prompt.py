@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels import window_keep, window_mixture
-from deltanet_kernels.window.calls import WindowMixtureCall
+from deltanet_kernels.window.calls import WindowKeepCall, WindowMixtureCall
 from deltanet_kernels.window.cpu_prompt import torch_window_mixture
 from deltanet_kernels.window.keep import window_keep_op
 from deltanet_kernels.window.mixture import window_mixture_op, window_mixture_triton
@@ -184,8 +184,8 @@ def test_cache_after_a_prompt_with_padding(length: int, poisoned_memory: None) -
 
 
 def test_the_operators_are_registered_consistently() -> None:
-    torch.library.opcheck(window_mixture_op.op, tuple(WindowMixtureCall(**make(Mixture("small", T=3, B=1, H=1)))))
-    torch.library.opcheck(window_keep_op.op, (*torch.randn(2, 1, 3, 1, 16, device=DEVICE), 2, 1, None))
+    torch.library.opcheck(window_mixture_op.op, WindowMixtureCall(**make(Mixture("small", T=3, B=1, H=1))))
+    torch.library.opcheck(window_keep_op.op, WindowKeepCall(*torch.randn(2, 1, 3, 1, 16, device=DEVICE), 2, 1))
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -10,7 +10,7 @@ import torch
 from deltanet_hf.mixers import recommended
 from deltanet_hf.mixers.layer import MixCall
 from deltanet_kernels import naive_channel_gated_delta_rule
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+from deltanet_kernels.common.heads import l2_normalize
 from support.tiny_models import tiny_student
 
 BARE: dict[str, Any] = {"conv_size": 0, "rope": False, "output_gate": False, "output_norm": "none", "k_offset": False}

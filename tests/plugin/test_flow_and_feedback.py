@@ -17,7 +17,7 @@ from deltanet_hf.mixers.efla import phi1, unit_key_inputs
 from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_kernels import naive_gated_delta_rule
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+from deltanet_kernels.common.heads import l2_normalize
 from support.mapped_rules import H, K, T, V, close, draw, gradients, inputs, layer_of
 from support.recurrences import Step, naive_flow, naive_normalised_delta_rule, naive_undecayed
 from support.refusals import assert_refused

@@ -13,7 +13,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer import MixCall, State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, delta_rule
 from deltanet_kernels import naive_gated_delta_rule
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+from deltanet_kernels.common.heads import l2_normalize
 from support.mapped_rules import B, H, K, T, V, close, draw, gradients, inputs, layer_of
 from support.recurrences import naive_additive
 

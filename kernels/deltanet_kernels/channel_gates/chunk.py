@@ -14,22 +14,50 @@ import torch
 
 from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.channel_gates.calls import ChannelCall
-from deltanet_kernels.channel_gates.config import MIN_HALF_SIZE, ChannelConfig, channel_config, check_supported
+from deltanet_kernels.channel_gates.config import ChannelConfig, channel_config, check_supported
 from deltanet_kernels.channel_gates.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.channel_gates.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.channel_gates.outputs import outputs_kernel
 from deltanet_kernels.channel_gates.scores import scores_kernel
 from deltanet_kernels.channel_gates.states import states_kernel
 from deltanet_kernels.channel_gates.states_backward import states_backward_kernel
+from deltanet_kernels.common.config import MIN_HALF_SIZE, product_precision
 from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.registration import differentiable_call, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sequences import cut_chunks
-from deltanet_kernels.gated_delta_rule.config import product_precision
+from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
+from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype
 from deltanet_kernels.gated_delta_rule.solve import invert
 from deltanet_kernels.norm import gated_rms_norm_triton
 
 UNIT_EPS = 1e-6  # beside the squared length of q and k
+
+
+DIFFERENTIATED = ("q", "k", "v", "g", "beta", "p", "initial_state")
+"""The fields of a call whose gradients `channel_chunk_backward` returns, in its order."""
+
+
+class ChannelForward(NamedTuple):
+    """The arguments of `channel_chunk_forward`: those of a `ChannelCall`, and how it is computed."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    p: torch.Tensor | None
+    """The erase key; None for k."""
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    scale: float
+    erase: bool
+    final: bool
+    """Compute the final state."""
+    keep: bool
+    """Return what the backward pass reads."""
+    precision: str
 
 
 class Kept(NamedTuple):
@@ -53,26 +81,18 @@ class Kept(NamedTuple):
     """V' [chunks, HV, C, VP]; float32 unless the keys are bfloat16."""
 
 
-def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float16 would lose small gradients."""
-    return dtype if dtype == torch.bfloat16 else torch.float32
-
-
 def _config(k: torch.Tensor, v: torch.Tensor) -> ChannelConfig:
     return channel_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
 
 
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _fake_forward(q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, final, keep, precision):
+def _fake_forward(call: ChannelForward):
+    q, k, v, _, _, _, _, cu_seqlens, _, erase, final, keep, _ = call
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     config, HO = _config(k, v), max(HQ, HV)
     C, KP, VP = config.C, config.KP, config.VP
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     n = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
-    kept = _kept_dtype(k.dtype)
+    kept = kept_dtype(k.dtype)
     own = keep and erase
     return (
         q.new_empty(B, T, HO, V),
@@ -90,23 +110,22 @@ def _fake_forward(q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, 
 
 @operator(_fake_forward)
 def channel_chunk_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, p: torch.Tensor | None,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    scale: float, erase: bool, final: bool, keep: bool, precision: str,
+    call: ChannelForward,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
     torch.Tensor, torch.Tensor,
 ]:  # fmt: skip
     """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
+    q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, final, keep, precision = call
     precision = product_precision(precision, q.dtype)
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    p = k if p is None else _unit_stride(p)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    p = k if p is None else unit_stride(p)
     g, beta = g.contiguous(), beta.contiguous()
     (B, T, HQ, K), H, HV, V, HO = q.shape, k.shape[2], v.shape[2], v.shape[3], max(q.shape[2], v.shape[2])
     config = _config(k, v)
     C, KP, VP = config.C, config.KP, config.VP
     chunks = cut_chunks(B, T, C, cu_seqlens)
-    n, kept = chunks.count, _kept_dtype(k.dtype)
+    n, kept = chunks.count, kept_dtype(k.dtype)
     reads, P = k.new_empty(n, HO, C, KP), k.new_empty(n, HO, C, C)
     writes, fade = k.new_empty(n, HV, C, KP), k.new_empty(n, HV, KP, dtype=torch.float32)
     erases = k.new_empty((n, HV, C, KP) if erase else (0,))
@@ -144,31 +163,32 @@ def channel_chunk_forward(
     return o, ht, reads, erases, writes, fade, P, Tm, h, vn
 
 
-def _fake_backward(
-    do, dht, q, k, v, g, beta, p, cu_seqlens, reads, erases, writes, fade, P, Tm, h, vn, scale, erase, initial,
-    precision,
-):  # fmt: skip
+def _fake_backward(upstream: Upstream, call: ChannelForward, kept: Kept):
+    q, k, v, g, beta, p, initial_state, cu_seqlens, *_ = call
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dp = k.new_empty((0,) if p is None else p.shape)
-    dh0 = q.new_empty((rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,), dtype=torch.float32)
-    return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)), dp, dh0)
+    state = (0,) if initial_state is None else (rows, v.shape[2], k.shape[3], v.shape[3])
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
+    return (*grads, dp, q.new_empty(state, dtype=torch.float32))
 
 
 @operator(_fake_backward)
 def channel_chunk_backward(
-    do: torch.Tensor, dht: torch.Tensor | None,
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, p: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, reads: torch.Tensor, erases: torch.Tensor, writes: torch.Tensor,
-    fade: torch.Tensor, P: torch.Tensor, Tm: torch.Tensor, h: torch.Tensor, vn: torch.Tensor,
-    scale: float, erase: bool, initial: bool, precision: str,
+    upstream: Upstream, call: ChannelForward, kept: Kept
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
 ]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, the erase key (empty if it is k) and the initial state (empty unless wanted)."""
+    """Gradients of q, k, v, g, beta, the erase key (empty if it is k) and the initial state (empty for an absent one).
+
+    Of the initial state it reads only whether there is one.
+    """
+    (do, dht), (reads, erases, writes, fade, P, Tm, h, vn) = upstream, kept
+    q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, _, _, precision = call
+    initial = initial_state is not None
     precision = product_precision(precision, q.dtype)
-    q, k, v, do = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(do)
+    q, k, v, do = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do)
     g, beta = g.contiguous(), beta.contiguous()
-    key = k if p is None else _unit_stride(p)
+    key = k if p is None else unit_stride(p)
     (B, T, HQ, K), H, HV, V, HO = q.shape, k.shape[2], v.shape[2], v.shape[3], max(q.shape[2], v.shape[2])
     config = _config(k, v)
     C, KP, VP = config.C, config.KP, config.VP
@@ -214,26 +234,9 @@ def channel_chunk_backward(
     return dq, dk, dv, dg, dbeta, dp, dh0
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, final, _, precision = inputs
-    ctx.save_for_backward(q, k, v, g, beta, p, cu_seqlens, *output[2:])
-    ctx.options = (scale, erase, initial_state is not None, precision)
-    ctx.final = final
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, dht, *_):
-    q, k, v, g, beta, p, cu_seqlens, *kept = ctx.saved_tensors
-    if do is None:
-        do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    *grads, dp, dh0 = channel_chunk_backward(
-        do, dht if ctx.final else None, q, k, v, g, beta, p, cu_seqlens, *Kept(*kept), *ctx.options
-    )  # fmt: skip
-    return (*grads, None if p is None else dp, dh0 if ctx.options[2] else None, *[None] * 6)
-
-
-gradient("channel_chunk_forward", _backward, _setup_context)
-_chunk = differentiable(channel_chunk_forward, _backward, _setup_context)
+_chunk = differentiable_call(
+    channel_chunk_forward, channel_chunk_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"]
+)
 
 
 def unit_rows(x: torch.Tensor) -> torch.Tensor:
@@ -259,8 +262,20 @@ def chunk_channel_gated_delta_rule_triton(call: ChannelCall) -> tuple[torch.Tens
         erase_key = None if erase_key is None else erase_key.float()
     if call.use_qk_l2norm_in_kernel:
         q, k = unit_rows(q), unit_rows(k)
-    o, ht, *_ = _chunk(
-        q, k, v, call.g, call.beta, erase_key, call.initial_state, call.cu_seqlens, call.factor, call.erase,
-        call.output_final_state, call.needs_gradients(), "auto",
-    )  # fmt: skip
+    forward = ChannelForward(
+        q,
+        k,
+        v,
+        call.g,
+        call.beta,
+        erase_key,
+        call.initial_state,
+        call.cu_seqlens,
+        call.factor,
+        call.erase,
+        call.output_final_state,
+        call.needs_gradients(),
+        "auto",
+    )
+    o, ht, *_ = _chunk(forward)
     return o.to(call.v.dtype), ht if call.output_final_state else None

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from deltanet_kernels.common.config import tile_width
 from deltanet_kernels.common.registration import cached
-from deltanet_kernels.gated_delta_rule.config import tile_width
 
 MAX_KEY_SIZE, MAX_VALUE_SIZE = 128, 256
-MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their rounding errors to average out
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def channel_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, in
 
     float16 has no range for factors above 1. In float32 the exponent's rounding grows with its size. In 16 bits no tile
     is narrower than 64: beside wider ones, tiles of 16 columns gave wrong outputs on an H200 with Triton 3.6 (bfloat16,
-    K = 40, V = 16; see `gated_delta_rule.config.tile_width` for float16).
+    K = 40, V = 16; see `common.config.tile_width` for float16).
     """
     KP, VP = tile_width(K, dtype), tile_width(V, dtype)
     if dtype == torch.float32:

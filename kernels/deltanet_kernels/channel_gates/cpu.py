@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels.channel_gates.calls import ChannelCall
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+from deltanet_kernels.common.heads import l2_normalize
 
 CHUNK = 64
 MAX_STEPS = 8  # up to this many tokens the recurrence is faster than one chunk

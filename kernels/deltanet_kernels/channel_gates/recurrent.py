@@ -8,6 +8,8 @@ A program holds a [K, BV] slice of one head's state and processes its tokens in 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -15,12 +17,12 @@ import triton.language as tl
 from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 from deltanet_kernels.channel_gates.config import check_supported
+from deltanet_kernels.common.config import recurrent_config
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sequences import locate_row
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.tiles import L2_EPS
-from deltanet_kernels.gated_delta_rule.config import recurrent_config
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -80,36 +82,33 @@ def _recurrent_kernel(
         tl.store(new_state + at, S, mask=mS)
 
 
-def _fake_recurrent(q, k, v, g, beta, p, initial_state, cu_seqlens, scale, erase, norm, final):
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    o = v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
-    return o, q.new_empty(shape if final else (0,), dtype=torch.float32)
+def _results(call: ChannelCall, make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    d, v = call.dims, call.v
+    shape = (d.N, d.HV, d.K, d.V) if call.output_final_state else (0,)
+    o = make(d.B, d.T, d.HO, d.V, dtype=v.dtype, device=v.device)
+    return o, v.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_recurrent(call: ChannelCall):
+    return _results(call, torch.empty)
 
 
 @operator(_fake_recurrent)
-def channel_recurrent(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, p: torch.Tensor | None,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    scale: float, erase: bool, norm: bool, final: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return o and the final state (empty unless `final`)."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    key = k if p is None else p.contiguous()
-    g, beta = g.contiguous(), beta.contiguous()
-    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
-    rows = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    state = None if initial_state is None else initial_state.contiguous()
-    new_state = q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32)
-    new = torch.empty if cu_seqlens is None else torch.zeros
-    o = new(B, T, max(HQ, HV), V, dtype=v.dtype, device=v.device)
+def channel_recurrent(call: ChannelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o and the final state (empty unless it is wanted)."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in call[:3])
+    key = k if call.erase_key is None else call.erase_key.contiguous()
+    _, T, H, HQ, HV, _, K, V, rows = call.dims
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
+    state = None if call.initial_state is None else call.initial_state.contiguous()
+    o, new_state = _results(call, torch.empty if cu_seqlens is None else torch.zeros)
     BV, warps = recurrent_config(K, V, rows * HV)
     launch(
-        _recurrent_kernel, rows * HV * cdiv(V, BV), q, k, key, v, g, beta, state, new_state, o,
-        None if cu_seqlens is None else cu_seqlens.contiguous(), scale, T, *q.stride()[:3], *k.stride()[:3],
-        *key.stride()[:3], *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V, BK=power_of_two(K, 1), BV=BV, ERASE=erase,
-        OWN_KEY=p is not None, NORM=norm, INITIAL=state is not None, FINAL=final, VARLEN=cu_seqlens is not None,
-        num_warps=warps,
+        _recurrent_kernel, rows * HV * cdiv(V, BV), q, k, key, v, call.g.contiguous(), call.beta.contiguous(), state,
+        new_state, o, cu_seqlens, call.factor, T, *q.stride()[:3], *k.stride()[:3], *key.stride()[:3],
+        *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V, BK=power_of_two(K, 1), BV=BV, ERASE=call.erase,
+        OWN_KEY=call.erase_key is not None, NORM=call.use_qk_l2norm_in_kernel, INITIAL=state is not None,
+        FINAL=call.output_final_state, VARLEN=cu_seqlens is not None, num_warps=warps,
     )  # fmt: skip
     return o, new_state
 
@@ -125,8 +124,5 @@ def fused_recurrent_channel_gated_delta_rule_triton(call: ChannelCall) -> tuple[
     check_supported(call.q.dtype, call.q.shape[3], call.v.shape[3])
     if call.needs_gradients():
         return chunk_channel_gated_delta_rule_triton(call)
-    o, state = channel_recurrent(
-        *call[:6], call.initial_state, call.cu_seqlens, call.factor, call.erase, call.use_qk_l2norm_in_kernel,
-        call.output_final_state,
-    )  # fmt: skip
+    o, state = channel_recurrent(call)
     return o, state if call.output_final_state else None

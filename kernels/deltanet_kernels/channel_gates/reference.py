@@ -16,7 +16,7 @@ import torch
 
 from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.checks import check_channel_rule
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+from deltanet_kernels.common.heads import l2_normalize
 
 
 def naive_channel_gated_delta_rule(

@@ -6,33 +6,34 @@ for a GPU ends in "TypeError: list indices must be integers or slices, not NoneT
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.registration import differentiable_call, operator
 
 
-def _fake(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+class TokenSums(NamedTuple):
+    """The argument of `token_sums`, and of its gradient."""
+
+    x: Tensor
 
 
-@operator(fake=_fake)
-def token_sums(x: Tensor) -> Tensor:
-    return x.contiguous().cumsum(1)
+def _fake(call: TokenSums) -> Tensor:
+    return torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    pass
+@operator(_fake)
+def token_sums(call: TokenSums) -> Tensor:
+    return call.x.contiguous().cumsum(1)
 
 
-def _backward(ctx: Any, grad: Tensor) -> Tensor:
-    return sums(grad.flip(1)).flip(1)  # type: ignore[no-any-return]
+def _backward(upstream: TokenSums, call: TokenSums) -> tuple[Tensor]:
+    return (_sums(TokenSums(upstream.x.flip(1))).flip(1),)
 
 
-gradient("token_sums", _backward, _setup_context)
-sums = differentiable(token_sums, _backward, _setup_context)
+_sums = differentiable_call(token_sums, _backward, ("x",), TokenSums, without=("x",))
 
 
 def cumulative_sum(x: Tensor) -> Tensor:
@@ -44,4 +45,4 @@ def cumulative_sum(x: Tensor) -> Tensor:
     Returns:
         [B, T, ...] of the same dtype.
     """
-    return sums(x)  # type: ignore[no-any-return]
+    return _sums(TokenSums(x))

@@ -7,7 +7,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+L2_EPS = 1e-6
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """x * rsqrt(sum x^2 + 1e-6) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
 def to_states(q: Tensor, k: Tensor, v: Tensor, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,3 +25,8 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     if dense and (batch == 1 or tokens == 1 or strides[0] == tokens * distance):
         return x, distance
     return x.contiguous(), width
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x, or a copy of it, with adjacent channels."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -30,5 +30,14 @@ def softplus(x):
 
 
 @triton.jit
+def exact_softplus(x):
+    """log(1 + e^x) without the loss of small results: log1p(e) = log(u) e / (u - 1) with u = 1 + e."""
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    exact = u == 1.0
+    return tl.maximum(x, 0.0) + tl.where(exact, e, tl.log(u) * (e / tl.where(exact, 1.0, u - 1.0)))
+
+
+@triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))

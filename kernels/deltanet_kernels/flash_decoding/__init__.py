@@ -11,7 +11,7 @@ spans:
     file           computes
     -------------  ------------------------------------------------------------------------------------------------
     reference.py   the attention by PyTorch's SDPA: CPU tensors, and CUDA calls that the kernels do not support
-    kernels.py     the two kernels
+    kernels.py     the kernel of a span; the one that adds them is in common/online_softmax.py
     attention.py   launches them and registers the operator with PyTorch
     config.py      tile sizes, and the number of spans
     checks.py      argument checks

@@ -5,27 +5,26 @@ from __future__ import annotations
 
 import torch
 
+from deltanet_kernels.common.config import check_supported, product_precision
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.online_softmax import COMBINED, combine_kernel
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
-from deltanet_kernels.flash_decoding.config import COMBINED, MASK_BLOCK, MAX_GROUP, cut_places, decode_config
-from deltanet_kernels.flash_decoding.kernels import combine_kernel, span_kernel
-from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
+from deltanet_kernels.flash_decoding.config import MASK_BLOCK, MAX_GROUP, cut_places, decode_config
+from deltanet_kernels.flash_decoding.kernels import span_kernel
 
 
-def _fake_decode_attention(q, k, v, mask, scale):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _fake_decode_attention(call: DecodeAttentionCall):
+    return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
 
 
 @operator(_fake_decode_attention)
-def decode_attention_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
+def decode_attention_op(call: DecodeAttentionCall) -> torch.Tensor:
     """Return o [B, HQ, 1, D], contiguous."""
-    (B, HQ, _, D), (HK, S) = q.shape, k.shape[1:3]
-    q, k, v = (x if x.stride(3) == 1 or D == 1 else x.contiguous() for x in (q, k, v))
+    (B, HQ, _, D), (HK, S) = call.q.shape, call.k.shape[1:3]
+    q, k, v = (x if x.stride(3) == 1 or D == 1 else x.contiguous() for x in call[:3])
     config = decode_config(D, q.dtype)
     span, spans = cut_places(S, B * HK, multiprocessors(q.device), config.N)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -34,7 +33,7 @@ def decode_attention_op(
     weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device) if split else None
     launch(
         span_kernel, B * HK * spans,
-        q, k, v, mask.contiguous(), parts, weights, scale, S, span, spans, *q.stride()[:2], *k.stride()[:3],
+        q, k, v, call.mask.contiguous(), parts, weights, call.factor, S, span, spans, *q.stride()[:2], *k.stride()[:3],
         *v.stride()[:3],
         HK=HK, GROUP=HQ // HK, D=D, BM=power_of_two(HQ // HK), BN=config.N, BD=config.D, BLOCK=MASK_BLOCK, SPLIT=split,
         EXACT=q.dtype == torch.float32, STAGES=config.stages, PRECISION=product_precision("auto", q.dtype),
@@ -56,10 +55,8 @@ def decode_attention_triton(call: DecodeAttentionCall) -> torch.Tensor:
         NotImplementedError: head sizes over 256, more than 32 query heads per key head, or dtypes other than float32,
             bfloat16, float16.
     """
-    q, k, v, mask, _ = call
-    D, group = q.shape[3], q.shape[1] // k.shape[1]
-    check_supported(q.dtype, D, D)
+    D, group = call.q.shape[3], call.q.shape[1] // call.k.shape[1]
+    check_supported(call.q.dtype, D, D)
     if group > MAX_GROUP:
         raise NotImplementedError(f"{group} query heads per key head: the kernels take up to {MAX_GROUP}")
-    o: torch.Tensor = decode_attention_op(q, k, v, mask, call.factor)
-    return o
+    return decode_attention_op(call)

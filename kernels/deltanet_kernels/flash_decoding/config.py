@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from deltanet_kernels.common.config import tile_width
 from deltanet_kernels.common.registration import cached
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.gated_delta_rule.config import tile_width
 
 LEAST_SPAN = 256  # places: a shorter span ends before its loads are under way
 PROGRAMS = 4  # per multiprocessor: two or three run at a time, and the next ones take the place of the first that end
 MAX_GROUP = 32  # query heads per key head, whose sums a program holds
 MASK_BLOCK = 1024  # places whose mask is read at a time
-COMBINED = 8192  # elements of a tile of partial outputs
 
 
 @dataclass(frozen=True)

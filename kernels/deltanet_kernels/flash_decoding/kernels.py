@@ -1,4 +1,4 @@
-"""The kernels of the attention of one query per sequence: one per span of places, and the sum over the spans.
+"""The kernel of the attention of one query per sequence to a span of places; `combine_kernel` adds the spans.
 
 Scores are in units of log 2. A span c leaves their maximum m_c, the sum t_c of p = 2^{s - m_c} and the sum a_c of p v;
 one in which nothing is seen leaves -inf, 0 and 0. The maximum stays apart from the sum: where scores are large, the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.window.tiles import LOG2E
+from deltanet_kernels.common.online_softmax import LOG2E, add_tile
 
 
 @triton.jit
@@ -30,23 +30,6 @@ def _seen_range(mask, begin, end, BLOCK: tl.constexpr):
         low = tl.minimum(low, tl.where(seen, j, end))
         high = tl.maximum(high, tl.where(seen, j + 1, begin))
     return tl.min(low, axis=0), tl.max(high, axis=0)
-
-
-@triton.jit
-def add_tile(s, v_ND, top, total, sums, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """m, t and a with one more tile of scores s [M, N], of which each row of s or m has a finite one.
-
-    EXACT: p has the dtype of v.
-    """
-    higher = tl.maximum(top, tl.max(s, axis=1))
-    p = tl.exp2(s - higher[:, None])
-    fade = tl.exp2(top - higher)
-    total = total * fade + tl.sum(p, axis=1)
-    leading = p.to(v_ND.dtype)
-    sums = tl.dot(leading, v_ND, sums * fade[:, None], input_precision=PRECISION)
-    if not EXACT:
-        sums = tl.dot((p - leading.to(tl.float32)).to(v_ND.dtype), v_ND, sums, input_precision=PRECISION)
-    return higher, total, sums
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -91,40 +74,3 @@ def span_kernel(
     else:
         sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(o + at_q[:, None] * D + d[None, :], sums.to(o.dtype.element_ty), mask=m_q)
-
-
-@triton.jit(do_not_specialize=["spans"])
-def combine_kernel(
-    parts, weights, o, lse, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GAPS: tl.constexpr
-):
-    """One program per row and query head: o [B, HQ, D] from a [B, HQ, spans, D] and m, t [B, HQ, spans, 2].
-
-    The log-sum-exp of the scores goes to lse [B, HQ], if it is not None. GAPS: parts of spans without a token are not
-    written.
-    """
-    r = tl.program_id(0).to(tl.int64)
-    n, d = tl.arange(0, BN), tl.arange(0, BD)
-    parts += r * spans * D
-    weights += r * spans * 2
-    top = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    sums = tl.zeros([BD], tl.float32)
-    for start in range(0, spans, BN):
-        c = start + n
-        m = (c < spans)[:, None] & (d < D)[None, :]
-        top_N = tl.load(weights + 2 * c, mask=c < spans, other=float("-inf"))
-        total_N = tl.load(weights + 2 * c + 1, mask=c < spans, other=0.0)
-        if GAPS:
-            m = m & (total_N > 0.0)[:, None]
-        sums_ND = tl.load(parts + c[:, None] * D + d[None, :], mask=m, other=0.0)
-        higher = tl.maximum(top, tl.max(top_N, axis=0))
-        origin = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
-        p = tl.exp2(top_N - origin)
-        fade = tl.exp2(top - origin)
-        total = total * fade + tl.sum(p * total_N, axis=0)
-        sums = sums * fade + tl.sum(p[:, None] * sums_ND, axis=0)
-        top = higher
-    if lse is not None:
-        tl.store(lse + r, (top + tl.log2(total)) / LOG2E)
-    sums = sums / tl.where(total == 0.0, 1.0, total)  # 0 where nothing is seen
-    tl.store(o + r * D + d, sums.to(o.dtype.element_ty), mask=d < D)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import MAX_HEAD_SIZE, tile_width
 from deltanet_kernels.common.registration import cached
-from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, tile_width
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EVERY_SIZE = range(1, MAX_HEAD_SIZE + 1)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.config import MIN_HALF_SIZE, check_supported
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.registration import differentiable_call
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward, Kept, chunk_forward, chunk_without_gradients
-from deltanet_kernels.gated_delta_rule.config import MIN_HALF_SIZE, check_supported
 from deltanet_kernels.gated_delta_rule.launch_plan import pinned_config
 from deltanet_kernels.gated_delta_rule.segments import segments_for
 
@@ -24,17 +24,7 @@ DIFFERENTIATED = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias
 """The fields of a call whose gradients `chunk_backward` returns, in its order."""
 
 
-def _backward(upstream: Upstream, call: ChunkForward, kept: Kept) -> dict[str, torch.Tensor]:
-    do, dht = upstream
-    if do is None:
-        q, v = call.q, call.v
-        do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    grads = chunk_backward(Upstream(do, dht if call.final else None), call, kept)
-    found = zip(DIFFERENTIATED, grads, strict=True)
-    return {name: grad for name, grad in found if getattr(call, name) is not None}
-
-
-_chunk = differentiable_call(chunk_forward, _backward, Upstream, Kept, without=["initial_state"])
+_chunk = differentiable_call(chunk_forward, chunk_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"])
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:

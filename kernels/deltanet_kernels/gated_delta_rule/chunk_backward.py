@@ -14,18 +14,19 @@ from typing import NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import slices, tile_width
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, summed_stages
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward, Kept
-from deltanet_kernels.gated_delta_rule.config import slices, tile_width
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import launches
-from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan, launch_plan, unit_stride, zero_tail
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan, launch_plan, zero_tail
 from deltanet_kernels.gated_delta_rule.query_sums import query_sums_kernel
 from deltanet_kernels.gated_delta_rule.segments import compose
 from deltanet_kernels.gated_delta_rule.states_backward import states_backward_kernel

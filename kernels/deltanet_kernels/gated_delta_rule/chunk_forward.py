@@ -12,21 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import slices
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
-from deltanet_kernels.gated_delta_rule.config import slices
 from deltanet_kernels.gated_delta_rule.hopper import launches
-from deltanet_kernels.gated_delta_rule.launch_plan import (
-    LaunchPlan,
-    kept_dtype,
-    launch_plan,
-    pinned_config,
-    unit_stride,
-    zero_tail,
-)
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan, kept_dtype, launch_plan, pinned_config, zero_tail
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, ChunkTensors, erase_flags
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.segments import chunk_spans, compose, composes
@@ -110,65 +104,128 @@ def scores_and_inverse(inputs: ChunkInputs, plan: LaunchPlan) -> ChunkTensors:
     return ChunkTensors(P, T, factors, bounds)
 
 
-def _forward(call: ChunkForward) -> tuple[Any, ...]:
-    """As `chunk_forward`, with None for what is empty."""
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, *_ = call
-    precision, segments, erase = call[14:]
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    g, beta = g.contiguous(), beta.contiguous()
-    initial_state = None if initial_state is None else initial_state.contiguous()
-    plan = launch_plan(q, k, v, cu_seqlens, precision, erase)
-    config, chunks, flags = plan.config, plan.chunks, plan.flags
-    (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
-    HO = max(HQ, HV)
-    P, Tm, factors, bounds = scores_and_inverse(
-        ChunkInputs(q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, segments > 1, erase), plan
+def dense(call: ChunkForward) -> ChunkForward:
+    """The call with adjacent channels, gates and states."""
+    q, k, v = unit_stride(call.q), unit_stride(call.k), unit_stride(call.v)
+    state = None if call.initial_state is None else call.initial_state.contiguous()
+    return call._replace(q=q, k=k, v=v, g=call.g.contiguous(), beta=call.beta.contiguous(), initial_state=state)
+
+
+class Results(NamedTuple):
+    """What the state and the output kernels write."""
+
+    o: torch.Tensor
+    """[B, T, HO, V]."""
+    final: torch.Tensor | None
+    """[rows, HV, K, V], float32; None unless wanted."""
+    S: torch.Tensor | None
+    """As in `Kept`; None where neither the backward pass nor `outputs` reads it."""
+    values: torch.Tensor | None
+    """The same."""
+
+
+class Starts(NamedTuple):
+    """Where the programs of the state kernel start."""
+
+    states: torch.Tensor | None
+    """[rows, segments, HV, K, V] float32, or the initial state; None for zeros."""
+    M: torch.Tensor | None = None
+    """As in `Kept`. With segments the kernel that could write it is compiled with it, composed or not."""
+    spans: torch.Tensor | None = None
+    """As in `Kept`."""
+
+
+def _is_fused(call: ChunkForward) -> bool:
+    """Whether the state kernel writes the outputs too."""
+    return call.q.shape[2] <= call.v.shape[2]
+
+
+def empty_results(call: ChunkForward, plan: LaunchPlan) -> Results:
+    """The results, not yet computed."""
+    (B, T, HQ, K), (HV, V), kept = call.q.shape, call.v.shape[2:], kept_dtype(call.k.dtype)
+    stored = call.keep or not _is_fused(call)
+    return Results(
+        o=call.q.new_empty(B, T, max(HQ, HV), V),
+        final=call.q.new_empty(plan.chunks.rows, HV, K, V, dtype=torch.float32) if call.final else None,
+        S=call.k.new_empty(plan.chunks.count, HV, V, K, dtype=kept) if stored else None,
+        values=call.k.new_empty(B, T, HV, V, dtype=kept) if stored else None,
     )
 
-    o = q.new_empty(B, T, HO, V)
-    ht = q.new_empty(chunks.rows, HV, K, V, dtype=torch.float32) if final else None
-    fused = HQ <= HV
-    stored = keep or not fused
-    h = k.new_empty(chunks.count, HV, V, K, dtype=kept_dtype(k.dtype)) if stored else None
-    vn = k.new_empty(B, T, HV, V, dtype=kept_dtype(k.dtype)) if stored else None
-    composed = composes(segments, K)
-    M = None
-    if segments > 1:  # the kernel that could write M is compiled with it, composed or not
-        M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
-    inputs = (q, k, v, factors, Tm, P)
-    where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    programs = chunks.rows * segments * HV
+
+def states(
+    call: ChunkForward,
+    plan: LaunchPlan,
+    chunk: ChunkTensors,
+    results: Results,
+    starts: Starts,
+    transition: bool = False,
+) -> None:
+    """The states, and the outputs where no more than one query head reads a state.
+
+    With `transition` only the N of each segment, as final states, and M (segments.py).
+    """
+    q, k, v, segments, config, chunks = call.q, call.k, call.v, call.segments, plan.config, plan.chunks
+    (B, T, _, K), (HV, V), composed = q.shape, v.shape[2:], composes(segments, q.shape[3])
     BV, warps = slices(config.state_BV, config.state_warps, V, chunks.rows * HV, multiprocessors(q.device))
-    common = {
-        **plan.sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed,
-        "STAGES": config.state_stages, "num_warps": warps, "READ": plan.form["READ"],
-    }  # fmt: skip
-    start, table = initial_state, None
-    if segments > 1:
-        assert bounds is not None
-        table = chunk_spans(bounds, chunks, segments, composed)
-        start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
-        launch(
-            states_kernel, programs * (cdiv(V, BV) + (cdiv(K, BV) if composed else 0)),
-            *inputs, None, o, h, vn, start, M, table, *where, *strides, **common,
-            INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=True,
-        )  # fmt: skip
-        compose(M if composed else None, start, initial_state, table, False, plan.precision)
+    columns = cdiv(V, BV) + (cdiv(K, BV) if transition and composed else 0)
     launch(
-        states_kernel, programs * cdiv(V, BV),
-        *inputs, start, o, h, vn, ht, M, table, *where, *strides, **common,
-        INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=stored, TRANSITION=False,
+        states_kernel, chunks.rows * segments * HV * columns,
+        q, k, v, chunk.factors, chunk.T, chunk.P, starts.states, results.o, results.S, results.values, results.final,
+        starts.M, starts.spans, chunks.cu_seqlens, chunks.first_chunk, T, B * T, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], **plan.sizes, **plan.flags, BV=BV, SEGMENTS=segments, COMPOSED=composed,
+        STAGES=config.state_stages, READ=plan.form["READ"], INITIAL=starts.states is not None,
+        FINAL=results.final is not None, OUTPUT=_is_fused(call) and not transition,
+        KEEP=results.S is not None and not transition, TRANSITION=transition, num_warps=warps,
     )  # fmt: skip
-    if not fused and chunks.count:
-        launch(
-            outputs_kernel, chunks.count * HO * cdiv(V, config.output_BV),
-            q, factors, P, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T,
-            *strides[:3], HV=HV, HQ=HQ, K=K, V=V, BK=plan.sizes["BK"], **flags, BV=config.output_BV,
-            num_warps=config.output_warps,
-        )  # fmt: skip
-    zero_tail(chunks, o)
-    return o, ht, *((factors, Tm, P, h, vn, M, table) if keep else (None,) * 7)
+
+
+def segment_starts(call: ChunkForward, plan: LaunchPlan, chunk: ChunkTensors, results: Results) -> Starts:
+    """The states that enter the segments (segments.py)."""
+    if chunk.bounds is None:
+        return Starts(call.initial_state)
+    segments, chunks, (HV, V), K = call.segments, plan.chunks, call.v.shape[2:], call.k.shape[3]
+    composed = composes(segments, K)
+    M = call.q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
+    entering = call.q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
+    spans = chunk_spans(chunk.bounds, chunks, segments, composed)
+    starts = Starts(entering, M, spans)
+    states(call, plan, chunk, results._replace(final=entering), starts._replace(states=None), transition=True)
+    compose(M if composed else None, entering, call.initial_state, spans, False, plan.precision)
+    return starts
+
+
+def outputs(call: ChunkForward, plan: LaunchPlan, chunk: ChunkTensors, results: Results) -> None:
+    """The outputs that `states` has not written."""
+    q, config, chunks = call.q, plan.config, plan.chunks
+    if _is_fused(call) or not chunks.count:
+        return
+    (B, T, HQ, K), (HV, V) = q.shape, call.v.shape[2:]
+    launch(
+        outputs_kernel, chunks.count * HQ * cdiv(V, config.output_BV),
+        q, chunk.factors, chunk.P, results.S, results.values, results.o, chunks.cu_seqlens, chunks.row_of_chunk,
+        chunks.first_chunk, T, B * T, *q.stride()[:3], HV=HV, HQ=HQ, K=K, V=V, BK=plan.sizes["BK"], **plan.flags,
+        BV=config.output_BV, num_warps=config.output_warps,
+    )  # fmt: skip
+
+
+def _forward(call: ChunkForward) -> tuple[Any, ...]:
+    """As `chunk_forward`, with None for what is empty."""
+    call = dense(call)
+    plan = launch_plan(call.q, call.k, call.v, call.cu_seqlens, call.precision, call.erase)
+    chunk = scores_and_inverse(
+        ChunkInputs(
+            call.q, call.k, call.g, call.beta, call.A_log, call.dt_bias, plan.chunks, call.scale, call.sigmoid,
+            call.norm, call.segments > 1, call.erase,
+        ),
+        plan,
+    )  # fmt: skip
+    results = empty_results(call, plan)
+    starts = segment_starts(call, plan, chunk, results)
+    states(call, plan, chunk, results, starts)
+    outputs(call, plan, chunk, results)
+    zero_tail(plan.chunks, results.o)
+    kept = (chunk.factors, chunk.T, chunk.P, results.S, results.values, starts.M, starts.spans)
+    return results.o, results.final, *(kept if call.keep else (None,) * 7)
 
 
 @operator(_fake_chunk_forward)

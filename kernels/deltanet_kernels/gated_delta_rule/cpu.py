@@ -20,15 +20,11 @@ import torch
 
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import Erase, RuleCall
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.gated_delta_rule.cpu_backward import backward
 from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, Sizes, forward
 from deltanet_kernels.gated_delta_rule.drop_in import through_plain
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
-
-
-def no_autocast(device: torch.device) -> torch.autocast:
-    """Turn autocast off, which would turn the float32 products into bfloat16 ones."""
-    return torch.autocast(device.type, enabled=False)
 
 
 # Registered as operators so that torch.compile does not trace into them.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from deltanet_kernels.gated_delta_rule.reference import L2_EPS
+from deltanet_kernels.common.heads import L2_EPS
 
 CHUNK = 64
 # Matrices (chunk and head) per block: enough to amortise the call of an operator, few enough for the cache.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from deltanet_kernels.arguments import Erase, StepCall
-from deltanet_kernels.gated_delta_rule.cpu import no_autocast
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import by_state
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 

@@ -3,7 +3,8 @@
 import torch
 
 from deltanet_kernels.arguments import Erase, RuleCall
-from deltanet_kernels.gated_delta_rule.cpu import chunked, no_autocast
+from deltanet_kernels.common.device import no_autocast
+from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.gated_delta_rule.cpu_forward import inverse_norm
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 

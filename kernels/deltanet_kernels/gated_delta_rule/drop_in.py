@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 
 from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.config import MAX_HEAD_SIZE, MIN_HALF_SIZE
 from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.registration import cached
 from deltanet_kernels.gated_delta_rule.chips import chunk_config
-from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, MIN_HALF_SIZE
 from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK
 
 Result = tuple[torch.Tensor, torch.Tensor | None]

@@ -24,19 +24,19 @@ def late_weights(decay, count, PLACES: tl.constexpr):
 
 
 @triton.jit
-def late_keys(writes, count, d, md, K: tl.constexpr, V: tl.constexpr, PLACES: tl.constexpr):
+def late_keys(writes, count, d, md, FORM: tl.constexpr):
     """Keys [PLACES, BK] float32, 0 where none waits."""
-    i = tl.arange(0, PLACES)
-    at = writes + i[:, None] * (K + V) + d[None, :]
+    i = tl.arange(0, FORM.PLACES)
+    at = writes + i[:, None] * (FORM.K + FORM.V) + d[None, :]
     return tl.load(at, mask=(i < count)[:, None] & md[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def late_values(writes, count, e, K: tl.constexpr, V: tl.constexpr, PLACES: tl.constexpr):
+def late_values(writes, count, e, PLACES: tl.constexpr, FORM: tl.constexpr):
     """Values of columns e [PLACES, slice], 0 where none waits."""
     i = tl.arange(0, PLACES)
-    at = writes + i[:, None] * (K + V) + K + e[None, :]
-    return tl.load(at, mask=(i < count)[:, None] & (e < V)[None, :], other=0.0)
+    at = writes + i[:, None] * (FORM.K + FORM.V) + FORM.K + e[None, :]
+    return tl.load(at, mask=(i < count)[:, None] & (e < FORM.V)[None, :], other=0.0)
 
 
 @triton.jit
@@ -46,29 +46,26 @@ def late_products(x, keys, weights):
 
 
 @triton.jit
-def fold(
-    state, scale, writes, decay, count, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PLACES: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def fold(state, scale, writes, decay, count, FORM: tl.constexpr):
     """Write the current state to S_0, ROWS rows at a time; the caller counts from 0 again."""
-    DEPTH: tl.constexpr = PLACES if PLACES > 16 else 16  # the least of a product
-    f = tl.arange(0, BV)
+    DEPTH: tl.constexpr = FORM.PLACES if FORM.PLACES > 16 else 16  # the least of a product
+    f = tl.arange(0, FORM.BV)
     i = tl.arange(0, DEPTH)
-    mf = f < V
+    mf = f < FORM.V
     waits = i < count
     weights, faded = late_weights(decay, count, DEPTH)
-    values = late_values(writes, count, f, K, V, DEPTH).to(tl.float32)
-    for first in range(0, K, ROWS):
-        d = first + tl.arange(0, ROWS)
-        md = d < K
+    values = late_values(writes, count, f, DEPTH, FORM).to(tl.float32)
+    for first in range(0, FORM.K, FORM.ROWS):
+        d = first + tl.arange(0, FORM.ROWS)
+        md = d < FORM.K
         m = md[:, None] & mf[None, :]
-        at = state + d[:, None] * V + f[None, :]
+        at = state + d[:, None] * FORM.V + f[None, :]
         old = tl.load(at, mask=m, other=0.0).to(tl.float32) * faded
         if scale is not None:
             old *= tl.load(scale + d, mask=md, other=0.0)[:, None]
-        at_keys = writes + i[None, :] * (K + V) + d[:, None]
+        at_keys = writes + i[None, :] * (FORM.K + FORM.V) + d[:, None]
         keys = tl.load(at_keys, mask=md[:, None] & waits[None, :], other=0.0).to(tl.float32)
-        new = tl.dot(keys * weights[None, :], values, old, input_precision=PRECISION)
+        new = tl.dot(keys * weights[None, :], values, old, input_precision=FORM.PRECISION)
         if scale is not None:
             largest = tl.max(tl.abs(new), axis=1)
             tl.store(scale + d, largest / 127.0, mask=md)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import product_precision, tile_width
 from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, Kernel, chunk_config, kernels
-from deltanet_kernels.gated_delta_rule.config import product_precision, tile_width
 from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.row_factors import erase_flags
 
@@ -17,10 +17,6 @@ from deltanet_kernels.gated_delta_rule.row_factors import erase_flags
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which V' and dW are stored: float32 for float16, which would lose small gradients."""
     return dtype if dtype == torch.bfloat16 else torch.float32
-
-
-def unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def pinned_config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:

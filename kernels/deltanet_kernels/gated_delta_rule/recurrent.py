@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.arguments import Erase, RuleCall
+from deltanet_kernels.common.config import check_supported, recurrent_config
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sequences import locate_row
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.tiles import L2_EPS, softplus
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
-from deltanet_kernels.gated_delta_rule.config import check_supported, recurrent_config
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -91,76 +91,53 @@ def _recurrent_kernel(
         tl.store(new_state + at, S.to(new_state.dtype.element_ty), mask=mS)
 
 
-def _launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor | None, new_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool,
-    erase: str,
-) -> torch.Tensor:  # fmt: skip
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    g, beta = g.contiguous(), beta.contiguous()
-    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
+def _launch(call: RuleCall, state: torch.Tensor | None, new_state: torch.Tensor | None) -> torch.Tensor:
+    """o, with the state before the first token and the one to write, both contiguous."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in call[:3])
+    B, T, H, HQ, HV, HO, K, V, rows = call.dims
+    A_log, dt_bias = (call.A_log, call.dt_bias) if call.use_gate_in_kernel else (None, None)
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
     varlen = cu_seqlens is not None
-    rows = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    o = (torch.zeros if varlen else torch.empty)(B, T, max(HQ, HV), V, dtype=v.dtype, device=v.device)
+    o = (torch.zeros if varlen else torch.empty)(B, T, HO, V, dtype=v.dtype, device=v.device)
     BV, warps = recurrent_config(K, V, rows * HV)
     launch(
         _recurrent_kernel, rows * HV * cdiv(V, BV),
-        q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V,
-        BK=power_of_two(K, 1), BV=BV, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm,
-        INITIAL=state is not None, FINAL=new_state is not None, VARLEN=varlen, READ=erase != "off",
-        UNDECAYED=erase == "undecayed", num_warps=warps,
+        q, k, v, call.g.contiguous(), call.beta.contiguous(), A_log, dt_bias, state, new_state, o, cu_seqlens,
+        call.factor, T, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V,
+        BK=power_of_two(K, 1), BV=BV, GATE=A_log is not None, SIGMOID=call.use_beta_sigmoid_in_kernel,
+        NORM=call.use_qk_l2norm_in_kernel, INITIAL=state is not None, FINAL=new_state is not None, VARLEN=varlen,
+        READ=call.erase != "off", UNDECAYED=call.erase == "undecayed", num_warps=warps,
     )  # fmt: skip
     return o
 
 
-def _fake_recurrent(
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final,
-    erase="decayed",
-):  # fmt: skip
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
-    o = v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    return o, q.new_empty(shape if final else (0,), dtype=torch.float32)
+def _final_state(call: RuleCall) -> torch.Tensor:
+    d = call.dims
+    shape = (d.N, d.HV, d.K, d.V) if call.output_final_state else (0,)
+    return call.q.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_update_(call: RuleCall):
+    d = call.dims
+    return call.v.new_empty(d.B, d.T, d.HO, d.V)
+
+
+def _fake_recurrent(call: RuleCall):
+    return _fake_update_(call), _final_state(call)
 
 
 @operator(_fake_recurrent)
-def recurrent(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool, final: bool,
-    erase: str = "decayed",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return o and the final state (empty unless `final`)."""
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
-    state = None if initial_state is None else initial_state.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    out = q.new_empty(shape if final else (0,), dtype=torch.float32)
-    o = _launch(
-        q, k, v, g, beta, state, out if final else None, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid,
-        erase,
-    )  # fmt: skip
-    return o, out
+def recurrent(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o and the final state (empty unless it is wanted)."""
+    state = None if call.initial_state is None else call.initial_state.contiguous()
+    final = _final_state(call)
+    return _launch(call, state, final if call.output_final_state else None), final
 
 
-def _fake_recurrent_update_(
-    q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, erase="decayed",
-):  # fmt: skip
-    return v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-
-
-@operator(_fake_recurrent_update_, mutates=("state",))
-def recurrent_update_(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
-    cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    scale: float, norm: bool, sigmoid: bool, erase: str = "decayed",
-) -> torch.Tensor:  # fmt: skip
-    """Return o and update the contiguous float32 or bfloat16 state [N, HV, K, V] in place."""
-    return _launch(
-        q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, erase
-    )  # fmt: skip
+@operator(_fake_update_, mutates=("initial_state",))
+def recurrent_update_(call: RuleCall) -> torch.Tensor:
+    """Return o and update the contiguous float32 or bfloat16 initial state [N, HV, K, V] in place."""
+    return _launch(call, call.initial_state, call.initial_state)
 
 
 def fused_recurrent_gated_delta_rule_triton(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -172,12 +149,7 @@ def fused_recurrent_gated_delta_rule_triton(call: RuleCall) -> tuple[torch.Tenso
     check_supported(call.q.dtype, call.q.shape[3], call.v.shape[3])
     if call.needs_gradients():
         return chunk_gated_delta_rule_triton(call)
-    gates = (call.A_log, call.dt_bias) if call.use_gate_in_kernel else (None, None)
-    o, state = recurrent(
-        call.q, call.k, call.v, call.g, call.beta, call.initial_state, call.cu_seqlens, *gates, call.factor,
-        call.use_qk_l2norm_in_kernel, call.use_beta_sigmoid_in_kernel, call.output_final_state,
-        call.erase,
-    )  # fmt: skip
+    o, state = recurrent(call)
     return o, state if call.output_final_state else None
 
 
@@ -208,8 +180,9 @@ def gated_delta_rule_step_(
     """
     if not state.is_contiguous():
         raise ValueError(f"state: got strides {state.stride()}, needs a contiguous [N, HV, K, V] tensor")
-    o: torch.Tensor = recurrent_update_(
-        q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, q.shape[3] ** -0.5 if scale is None else float(scale),
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, erase,
+    return recurrent_update_(
+        RuleCall(
+            q, k, v, g, beta, scale, state, False, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
+            A_log is not None, use_beta_sigmoid_in_kernel, erase,
+        )
     )  # fmt: skip
-    return o

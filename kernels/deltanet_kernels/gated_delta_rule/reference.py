@@ -18,13 +18,7 @@ import torch.nn.functional as F
 
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import Erase, RuleCall
-
-L2_EPS = 1e-6
-
-
-def l2_normalize(x: torch.Tensor) -> torch.Tensor:
-    """x * rsqrt(sum x^2 + 1e-6) over the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+from deltanet_kernels.common.heads import l2_normalize
 
 
 def log_decay_and_strength(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.common.config import check_supported
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
@@ -26,57 +27,47 @@ from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.common.slots import row_size
 from deltanet_kernels.conv import causal_conv1d_triton
-from deltanet_kernels.gated_delta_rule.config import (
-    check_supported,
-    fold_rows,
-    late_slices,
-    step_slices,
-    step_warps,
-)
 from deltanet_kernels.gated_delta_rule.cpu_step import CHANGED, StepParts, compose_step_
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
+from deltanet_kernels.gated_delta_rule.step_inputs import StepForm
 from deltanet_kernels.gated_delta_rule.step_kernels import one_token_kernel, step_kernel
+from deltanet_kernels.gated_delta_rule.step_sizes import fold_rows, late_slices, step_slices, step_warps
 from deltanet_kernels.norm import gated_rms_norm_triton
 
 
-def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor, kv_repeats: int) -> tuple[int, int, int]:
+def _heads(call: StepCall) -> tuple[int, int, int]:
     """HQ, H (repeated) and HV; q and k are [B, T, heads * K] or [B, T, heads, K]."""
+    q, k = call.q, call.k
     tokens = q.shape[0] * q.shape[1]
-    HV, K = state.shape[1], state.shape[2]
-    return q.numel() // (tokens * K), k.numel() // (tokens * K) * kv_repeats, HV
+    HV, K = call.state.shape[1:3]
+    return q.numel() // (tokens * K), k.numel() // (tokens * K) * call.kv_repeats, HV
 
 
-def _fake_delta_step_(
-    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
-    scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel=True, erase="decayed", kv_repeats=1,
-    slots=None, late_writes=None, late_decay=None, late_count=None, state_scale=None,
-):  # fmt: skip
-    HQ, _, HV = _heads(q, k, state, kv_repeats)
-    return v.new_empty(q.shape[0], q.shape[1], max(HQ, HV), state.shape[3])
+def _fake_delta_step_(call: StepCall):
+    HQ, _, HV = _heads(call)
+    return call.v.new_empty(*call.q.shape[:2], max(HQ, HV), call.state.shape[3])
 
 
 @operator(_fake_delta_step_, mutates=CHANGED)
-def delta_step_(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, state: torch.Tensor,
-    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, conv_weight: torch.Tensor | None,
-    conv_tail: torch.Tensor | None, z: torch.Tensor | None, norm_weight: torch.Tensor | None,
-    padding: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
-    k_offset: torch.Tensor | None, scale: float, eps: float,
-    qk_silu: bool, v_silu: bool, allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool = True,
-    erase: str = "decayed", kv_repeats: int = 1, slots: torch.Tensor | None = None,
-    late_writes: torch.Tensor | None = None, late_decay: torch.Tensor | None = None,
-    late_count: torch.Tensor | None = None, state_scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def delta_step_(call: StepCall) -> torch.Tensor:
     """Return o [B, T, max(HQ, HV), V] and update state, convolution tail and late writes, whose rows are contiguous.
 
     Several tokens take no slots.
     """
-    HQ, H, HV = _heads(q, k, state, kv_repeats)
+    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *_ = call
+    late_writes, late_decay, late_count, state_scale = waiting = call[-4:]
+    k_offset = call.k_offset
+    HQ, H, HV = _heads(call)
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     W = 0 if conv_weight is None else conv_weight.shape[1]
     o = v.new_empty(B, T, max(HQ, HV), V)
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
     late = 0 if late_writes is None else late_writes.shape[2]
+    width, warps, ahead, columns = *step_slices(K, V, B * HV, multiprocessors(state.device)), 0
+    if late:
+        width, warps, ahead, columns = late_slices(V, state.dtype)
+    if T > 1:
+        warps = step_warps(BK * BV)
     (q, q_row), (k, k_row), (v, v_row), (a, a_row), (b, b_row) = rows(q), rows(k), rows(v), rows(a), rows(b)
     z, z_row = (None, 0) if z is None else rows(z)
     tensors = (
@@ -86,37 +77,27 @@ def delta_step_(
         None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(),
         None if k_offset is None else k_offset.contiguous(), o,
     )  # fmt: skip
-    options = {
-        "H": H, "HV": HV, "HQ": HQ, "K": K, "V": V, "BK": BK, "BV": BV, "W": W,
-        "R": 0 if cos is None else cos.shape[2], "ROPE_ROWS": cos is not None and cos.shape[0] > 1,
-        "QK_SILU": qk_silu, "V_SILU": v_silu, "GATE": z is not None, "NORM": norm_weight is not None,
-        "NORM_HEADS": 1 if norm_weight is None else norm_weight.numel() // V, "PADDING": padding is not None,
-        "OFFSET": k_offset is not None, "BETA": 2.0 if allow_neg_eigval else 1.0,
-        "DECAY": A_log is not None, "SIGMOID": use_beta_sigmoid_in_kernel, "READ": erase != "off",
-        "UNDECAYED": erase == "undecayed",
-        "Q_ROW": q_row, "K_ROW": k_row, "V_ROW": v_row, "A_ROW": a_row, "B_ROW": b_row, "Z_ROW": z_row,
-        "KV_REPEATS": kv_repeats, "LATE": late, "PLACES": power_of_two(late, 2),
+    form = StepForm(
+        H=H, HV=HV, HQ=HQ, K=K, V=V, BK=BK, BV=BV, C=(HQ + H) * K + HV * V, W=W, R=0 if cos is None else cos.shape[2],
+        ROPE_ROWS=cos is not None and cos.shape[0] > 1, QK_SILU=call.qk_silu, V_SILU=call.v_silu,
+        NORM_HEADS=1 if norm_weight is None else norm_weight.numel() // V, BETA=2.0 if call.allow_neg_eigval else 1.0,
+        SIGMOID=call.use_beta_sigmoid_in_kernel, READ=call.erase != "off", UNDECAYED=call.erase == "undecayed",
+        Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, A_ROW=a_row, B_ROW=b_row, Z_ROW=z_row, KV_REPEATS=call.kv_repeats,
+        LATE=late, PLACES=power_of_two(late, 2), ROWS=fold_rows(BK, BV, warps),
         # Writes in 16 bits are kept exactly in three products of 10 bits.
-        "PRECISION": "tf32x3" if late_writes is not None and late_writes.dtype == torch.bfloat16 else "ieee",
-    }  # fmt: skip
-    waiting = (late_writes, late_decay, late_count, state_scale)
+        PRECISION="tf32x3" if late_writes is not None and late_writes.dtype == torch.bfloat16 else "ieee",
+    )  # fmt: skip
     if T == 1:
-        width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
-        columns = 0
-        if late:
-            width, warps, ahead, columns = late_slices(V, state.dtype)
-        launch(
-            one_token_kernel, B * HV, *tensors, slots, *waiting, scale, eps, **options, STATE_ROW=row_size(state),
-            TAIL_ROW=row_size(conv_tail), WRITES_ROW=row_size(late_writes), DECAY_ROW=row_size(late_decay),
-            COUNT_ROW=row_size(late_count), SCALE_ROW=row_size(state_scale), SLICE=width, AHEAD=ahead,
-            COLUMNS=columns, ROWS=fold_rows(BK, BV, warps), num_warps=warps,
+        form = form._replace(
+            STATE_ROW=row_size(state), TAIL_ROW=row_size(conv_tail), WRITES_ROW=row_size(late_writes),
+            DECAY_ROW=row_size(late_decay), COUNT_ROW=row_size(late_count), SCALE_ROW=row_size(state_scale),
+            SLICE=width, AHEAD=ahead, COLUMNS=columns,
         )  # fmt: skip
+        launch(
+            one_token_kernel, B * HV, *tensors, call.slots, *waiting, call.factor, call.eps, FORM=form, num_warps=warps
+        )
     else:
-        warps = step_warps(BK * BV)
-        launch(
-            step_kernel, B * HV, *tensors, *waiting, scale, eps, T, **options, ROWS=fold_rows(BK, BV, warps),
-            num_warps=warps,
-        )  # fmt: skip
+        launch(step_kernel, B * HV, *tensors, *waiting, call.factor, call.eps, T, FORM=form, num_warps=warps)
     return o
 
 
@@ -130,12 +111,11 @@ def gated_delta_step_triton_(call: StepCall) -> torch.Tensor:
     Raises:
         NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
     """
-    HQ, H, HV = _heads(call.q, call.k, call.state, call.kv_repeats)
+    HQ, H, HV = _heads(call)
     K, V = call.state.shape[2:]
     check_supported(call.q.dtype, K, V)
     shared = call.conv_weight is not None and (H != HV or HQ % HV != 0)
     large = power_of_two(K, 1) * power_of_two(V, 1) > MAX_STATE
     if shared or (call.q.shape[1] > 1 and (large or call.slots is not None)):
         return compose_step_(_PARTS, call)
-    o: torch.Tensor = delta_step_(*call[:16], call.factor, *call[17:])
-    return o
+    return delta_step_(call)

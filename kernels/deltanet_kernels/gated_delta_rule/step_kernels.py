@@ -28,100 +28,93 @@ from deltanet_kernels.gated_delta_rule.step_inputs import (
 @triton.jit
 def one_token_kernel(
     q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, slots,
-    late_writes, late_decay, late_count, state_scale, scale, eps,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
-    V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
-    OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
-    UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
-    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, STATE_ROW: tl.constexpr,
-    TAIL_ROW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
-    LATE: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, WRITES_ROW: tl.constexpr, DECAY_ROW: tl.constexpr,
-    COUNT_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PRECISION: tl.constexpr,
+    late_writes, late_decay, late_count, state_scale, scale, eps, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Process one token; one program per (row, state head).
-
-    AHEAD: load a slice of the state while the previous one is processed. LATE: writes that may wait; with 0 each goes
-    to the state. COLUMNS: neighbouring columns of the state per thread, 0 for the compiler's choice.
-    """
-    C: tl.constexpr = (HQ + H) * K + HV * V
+    """Process one token; one program per (row, state head)."""
+    H: tl.constexpr = FORM.H
+    HV: tl.constexpr = FORM.HV
+    HQ: tl.constexpr = FORM.HQ
+    K: tl.constexpr = FORM.K
+    V: tl.constexpr = FORM.V
+    LATE: tl.constexpr = FORM.LATE
+    PLACES: tl.constexpr = FORM.PLACES
+    Q_ROW: tl.constexpr = FORM.Q_ROW
+    K_ROW: tl.constexpr = FORM.K_ROW
+    V_ROW: tl.constexpr = FORM.V_ROW
+    SLICE: tl.constexpr = FORM.SLICE
+    COLUMNS: tl.constexpr = FORM.COLUMNS
+    FIRST_K: tl.constexpr = HQ * K
+    FIRST_V: tl.constexpr = (HQ + H) * K
     SLICES: tl.constexpr = (V + SLICE - 1) // SLICE
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     head = tl.program_id(0) % HV
     n = (tl.program_id(0) // HV).to(tl.int64)
-    k += shift(head // (HV // H), K, KV_REPEATS)
-    v += shift(head, V, KV_REPEATS)
+    k += shift(head // (HV // H), FORM) * K
+    v += shift(head, FORM) * V
     if slots is not None:  # row n of both is that of the slot
         slot = tl.load(slots + n).to(tl.int64)
-        state += slot * STATE_ROW - n * (HV * K * V)
-        if W > 1:
-            conv_tail += slot * TAIL_ROW - n * (C * (W - 1))
+        state += slot * FORM.STATE_ROW - n * (HV * K * V)
+        if FORM.W > 1:
+            conv_tail += slot * FORM.TAIL_ROW - n * (FORM.C * (FORM.W - 1))
     if LATE > 0:
         row = n if slots is None else slot
-        late_writes += row * WRITES_ROW + head * LATE * (K + V)
-        late_decay += row * DECAY_ROW + head * LATE
-        late_count += row * COUNT_ROW + head
+        late_writes += row * FORM.WRITES_ROW + head * LATE * (K + V)
+        late_decay += row * FORM.DECAY_ROW + head * LATE
+        late_count += row * FORM.COUNT_ROW + head
         if state_scale is not None:
-            state_scale += row * SCALE_ROW + head * K
+            state_scale += row * FORM.SCALE_ROW + head * K
         count = tl.load(late_count)
     t = n * 0  # keeps t a tensor in the interpreter
-    d = tl.arange(0, BK)
+    d = tl.arange(0, FORM.BK)
     e = tl.arange(0, SLICE)
     if COLUMNS > 0:
         e = tl.max_contiguous(e, COLUMNS)
-    f = tl.arange(0, BV)
+    f = tl.arange(0, FORM.BV)
     md = d < K
     mf = f < V
     at = state + (n * HV + head) * K * V + d[:, None] * V + e[None, :]
     S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
     if LATE > 0:
         if count == LATE:
-            fold(
-                state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, PLACES, ROWS,
-                PRECISION,
-            )  # fmt: skip
+            fold(state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, FORM)
             S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
             count = 0
         weights, faded = late_weights(late_decay, count, PLACES)
-        keys = late_keys(late_writes, count, d, md, K, V, PLACES)
+        keys = late_keys(late_writes, count, d, md, FORM)
         values = ()
         for s in tl.static_range(SLICES):
-            values = values + (late_values(late_writes, count, s * SLICE + e, K, V, PLACES),)
+            values = values + (late_values(late_writes, count, s * SLICE + e, PLACES, FORM),)
     tl.debug_barrier()  # otherwise the compiler loads the state last
-    real = is_real(padding, n, n >= 0, PADDING)
+    real = is_real(padding, n, n >= 0)
     qs = ()
     for m in tl.static_range(GROUP):
         q_d = head_at(
-            q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, (head * GROUP + m) // (HO // HQ), d, md,
-            0, K, Q_ROW, C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
+            q, conv_weight, conv_tail, padding, cos, sin, None, n, t, 1, (head * GROUP + m) // (HO // HQ), d, md, 0,
+            Q_ROW, FORM,
         )  # fmt: skip
         qs = qs + (q_d,)
     k_d = head_at(
-        k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // H), d, md, HQ * K, K,
-        K_ROW, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
+        k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // H), d, md, FIRST_K,
+        K_ROW, FORM,
     )  # fmt: skip
-    v_f = channels(
-        v, conv_weight, conv_tail, padding, n, t, 1, head * V + f, mf, (HQ + H) * K, V_ROW, C, W, PADDING
-    )  # fmt: skip
-    if V_SILU:
+    v_f = channels(v, conv_weight, conv_tail, padding, n, t, 1, head * V + f, mf, FIRST_V, V_ROW, FORM)
+    if FORM.V_SILU:
         v_f = silu(v_f)
-    gamma, beta = gates(a, b, A_log, dt_bias, n, head, real, A_ROW, B_ROW, BETA, DECAY, SIGMOID)
+    gamma, beta = gates(a, b, A_log, dt_bias, n, head, real, FORM)
     z_s = ()
     w_s = ()
     for m in tl.static_range(GROUP):
         out = head * GROUP + m
         for s in tl.static_range(SLICES):
             j = s * SLICE + e
-            if GATE:
-                m_z = (j < V) & is_real(padding, e * 0 + n, j < V, PADDING)
-                z_s = z_s + (tl.load(z + n * Z_ROW + out * V + j, mask=m_z, other=0.0),)
-            if NORM:
-                w_s = w_s + (tl.load(norm_weight + (out % NORM_HEADS) * V + j, mask=j < V, other=0.0),)
-    if W > 1:
-        move_tail(
-            q, k, v, conv_tail, padding, n, t + 1, head, d, md, f, mf, H, HV, HQ, K, V, W, Q_ROW, K_ROW, V_ROW, PADDING
-        )
+            if z is not None:
+                m_z = (j < V) & is_real(padding, e * 0 + n, j < V)
+                z_s = z_s + (tl.load(z + n * FORM.Z_ROW + out * V + j, mask=m_z, other=0.0),)
+            if norm_weight is not None:
+                w_s = w_s + (tl.load(norm_weight + (out % FORM.NORM_HEADS) * V + j, mask=j < V, other=0.0),)
+    if FORM.W > 1:
+        move_tail(q, k, v, conv_tail, padding, n, t + 1, head, d, md, f, mf, FORM)
     units = ()
     qks = ()
     squares = ()
@@ -156,13 +149,13 @@ def one_token_kernel(
     o_s = ()
     for s in tl.static_range(SLICES):
         m_next = md[:, None] & ((s + 1) * SLICE + e < V)[None, :]
-        if AHEAD and s + 1 < SLICES:
+        if FORM.AHEAD and s + 1 < SLICES:
             S_next = tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
         S = S.to(tl.float32)
         kS = tl.sum(k_S[:, None] * S, axis=0)
         if LATE > 0:
             kS += tl.sum(k_late[:, None] * values[s].to(tl.float32), axis=0)
-        delta = delta_value(v_s[s], beta, gamma, kS, READ, UNDECAYED)
+        delta = delta_value(v_s[s], beta, gamma, kS, FORM)
         sums = ()
         for m in tl.static_range(GROUP):
             qS = tl.sum(q_S[m][:, None] * S, axis=0)
@@ -178,13 +171,13 @@ def one_token_kernel(
             S = S * gamma + k_d[:, None] * delta[None, :]
             tl.store(at + s * SLICE, S.to(state.dtype.element_ty), mask=md[:, None] & (s * SLICE + e < V)[None, :])
         if s + 1 < SLICES:
-            S = S_next if AHEAD else tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
+            S = S_next if FORM.AHEAD else tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
     for m in tl.static_range(GROUP):
         for s in tl.static_range(SLICES):
             o_e = o_s[s * GROUP + m]
-            if NORM:
+            if norm_weight is not None:
                 o_e = o_e * tl.rsqrt(squares[m] / V + eps) * w_s[m * SLICES + s].to(tl.float32)
-            if GATE:
+            if z is not None:
                 o_e = o_e * silu(z_s[m * SLICES + s].to(tl.float32))
             at_o = (n * HO + head * GROUP + m) * V + s * SLICE + e
             tl.store(o + at_o, o_e.to(o.dtype.element_ty), mask=s * SLICE + e < V)
@@ -193,25 +186,29 @@ def one_token_kernel(
 @triton.jit(do_not_specialize=["T"])
 def step_kernel(
     q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o,
-    late_writes, late_decay, late_count, state_scale, scale, eps, T,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
-    V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
-    OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
-    UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
-    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, LATE: tl.constexpr, PLACES: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    late_writes, late_decay, late_count, state_scale, scale, eps, T, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Process T tokens; one program per (row, state head). LATE as for one token."""
+    """Process T tokens; one program per (row, state head)."""
+    H: tl.constexpr = FORM.H
+    HV: tl.constexpr = FORM.HV
+    HQ: tl.constexpr = FORM.HQ
+    K: tl.constexpr = FORM.K
+    V: tl.constexpr = FORM.V
+    LATE: tl.constexpr = FORM.LATE
+    PLACES: tl.constexpr = FORM.PLACES
+    Q_ROW: tl.constexpr = FORM.Q_ROW
+    K_ROW: tl.constexpr = FORM.K_ROW
+    V_ROW: tl.constexpr = FORM.V_ROW
+    FIRST_K: tl.constexpr = HQ * K
+    FIRST_V: tl.constexpr = (HQ + H) * K
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
-    C: tl.constexpr = (HQ + H) * K + HV * V
     head = tl.program_id(0) % HV
     n = (tl.program_id(0) // HV).to(tl.int64)
-    k += shift(head // (HV // H), K, KV_REPEATS)
-    v += shift(head, V, KV_REPEATS)
-    d = tl.arange(0, BK)
-    e = tl.arange(0, BV)
+    k += shift(head // (HV // H), FORM) * K
+    v += shift(head, FORM) * V
+    d = tl.arange(0, FORM.BK)
+    e = tl.arange(0, FORM.BV)
     md = d < K
     me = e < V
     mS = md[:, None] & me[None, :]
@@ -225,10 +222,7 @@ def step_kernel(
         count = tl.load(late_count)
         tl.debug_barrier()  # every thread has read the count
         if count + T > LATE:
-            fold(
-                state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, PLACES, ROWS,
-                PRECISION,
-            )  # fmt: skip
+            fold(state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, FORM)
             count = 0
     S = tl.load(at, mask=mS, other=0.0).to(tl.float32)
     if state_scale is not None:
@@ -236,42 +230,39 @@ def step_kernel(
     for token in range(0, T):
         t = n * 0 + token  # keeps t a tensor in the interpreter
         row = n * T + t
-        real = is_real(padding, row, t >= 0, PADDING)
+        real = is_real(padding, row, t >= 0)
         k_d = head_at(
-            k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, T, head // (HV // H), d, md, HQ * K, K,
-            K_ROW, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
+            k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, T, head // (HV // H), d, md, FIRST_K,
+            K_ROW, FORM,
         )  # fmt: skip
         k_d = k_d * tl.rsqrt(tl.sum(k_d * k_d, axis=0) + L2_EPS)
-        v_e = channels(
-            v, conv_weight, conv_tail, padding, n, t, T, head * V + e, me, (HQ + H) * K, V_ROW, C, W, PADDING
-        )  # fmt: skip
-        if V_SILU:
+        v_e = channels(v, conv_weight, conv_tail, padding, n, t, T, head * V + e, me, FIRST_V, V_ROW, FORM)
+        if FORM.V_SILU:
             v_e = silu(v_e)
-        gamma, beta = gates(a, b, A_log, dt_bias, row, head, real, A_ROW, B_ROW, BETA, DECAY, SIGMOID)
+        gamma, beta = gates(a, b, A_log, dt_bias, row, head, real, FORM)
         kS = tl.sum(k_d[:, None] * S, axis=0)
         if LATE > 0:
             weights, faded = late_weights(late_decay, count, PLACES)
-            keys = late_keys(late_writes, count, d, md, K, V, PLACES)
-            values = late_values(late_writes, count, e, K, V, PLACES).to(tl.float32)
+            keys = late_keys(late_writes, count, d, md, FORM)
+            values = late_values(late_writes, count, e, PLACES, FORM).to(tl.float32)
             kS = faded * kS + tl.sum(late_products(k_d, keys, weights)[:, None] * values, axis=0)
-        delta = delta_value(v_e, beta, gamma, kS, READ, UNDECAYED)
+        delta = delta_value(v_e, beta, gamma, kS, FORM)
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_d = head_at(
-                q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, T, out // (HO // HQ), d, md, 0, K,
-                Q_ROW, C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
+                q, conv_weight, conv_tail, padding, cos, sin, None, n, t, T, out // (HO // HQ), d, md, 0, Q_ROW, FORM,
             )  # fmt: skip
             q_d = q_d * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
             qS = tl.sum(q_d[:, None] * S, axis=0)
             if LATE > 0:
                 qS = faded * qS + tl.sum(late_products(q_d, keys, weights)[:, None] * values, axis=0)
             o_e = scale * (gamma * qS + tl.sum(q_d * k_d, axis=0) * delta)
-            if NORM:
-                w_e = tl.load(norm_weight + (out % NORM_HEADS) * V + e, mask=me, other=0.0).to(tl.float32)
+            if norm_weight is not None:
+                w_e = tl.load(norm_weight + (out % FORM.NORM_HEADS) * V + e, mask=me, other=0.0).to(tl.float32)
                 o_e = o_e * tl.rsqrt(tl.sum(o_e * o_e, axis=0) / V + eps) * w_e
-            if GATE:
-                m_z = me & is_real(padding, e * 0 + row, me, PADDING)
-                o_e = o_e * silu(tl.load(z + row * Z_ROW + out * V + e, mask=m_z, other=0.0).to(tl.float32))
+            if z is not None:
+                m_z = me & is_real(padding, e * 0 + row, me)
+                o_e = o_e * silu(tl.load(z + row * FORM.Z_ROW + out * V + e, mask=m_z, other=0.0).to(tl.float32))
             tl.store(o + (row * HO + out) * V + e, o_e.to(o.dtype.element_ty), mask=me)
         if LATE > 0:
             at_new = late_writes + count * (K + V)
@@ -286,7 +277,5 @@ def step_kernel(
         tl.store(late_count, count)
     else:
         tl.store(at, S.to(state.dtype.element_ty), mask=mS)
-    if W > 1:
-        move_tail(
-            q, k, v, conv_tail, padding, n, T, head, d, md, e, me, H, HV, HQ, K, V, W, Q_ROW, K_ROW, V_ROW, PADDING
-        )
+    if FORM.W > 1:
+        move_tail(q, k, v, conv_tail, padding, n, T, head, d, md, e, me, FORM)

@@ -15,19 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import MIN_HALF_SIZE, check_supported, slices, tile_width
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, differentiable_call, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, ChunkConfig
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
 from deltanet_kernels.gated_delta_rule.chunk_forward import scores_and_inverse
-from deltanet_kernels.gated_delta_rule.config import MIN_HALF_SIZE, check_supported, slices, tile_width
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import launches
-from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype, launch_plan, pinned_config, unit_stride
+from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype, launch_plan, pinned_config
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall
 from deltanet_kernels.group_rule.gradients_queries import query_gradients_kernel
@@ -227,17 +228,7 @@ def summed_stages(config: ChunkConfig, BK: int, BV: int, element_size: int) -> i
     return max(1, min(config.grad_stages, 200 * 1024 // stage))
 
 
-def _backward(upstream: Upstream, call: GroupForward, kept: Kept) -> dict[str, torch.Tensor]:
-    do, dht = upstream
-    if do is None:
-        q, v = call.q, call.v
-        do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    grads = group_backward(Upstream(do, dht if call.final else None), call, kept)
-    found = zip(DIFFERENTIATED, grads, strict=True)
-    return {name: grad for name, grad in found if getattr(call, name) is not None}
-
-
-_chunk = differentiable_call(group_forward, _backward, Upstream, Kept, without=["initial_state"])
+_chunk = differentiable_call(group_forward, group_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"])
 
 
 def chunk_group_triton(call: GroupRuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:

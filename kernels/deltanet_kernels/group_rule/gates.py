@@ -12,9 +12,9 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.common.tiles import exact_softplus
 from deltanet_kernels.group_rule.calls import GroupGatesCall
 from deltanet_kernels.packed_cache.numbers import GROUP
-from deltanet_kernels.prompt.gates import exact_softplus
 
 BLOCK = 512
 
@@ -49,23 +49,22 @@ def group_gates_kernel(
     tl.store(waiting_beta + at, y, mask=waits)
 
 
-def _fake_gates(a, b, A_log, dt_bias, groups, sinks, length, limit):
-    (B, T, H), hidden = a.shape, 32 * groups
+def _fake_gates(call: GroupGatesCall):
+    a, hidden = call.a, 32 * call.groups
+    B, T, H = a.shape
     gates = (a.new_empty(B, max(T - hidden, 0), H, dtype=torch.float32) for _ in range(2))
     return *gates, *(a.new_zeros(B, hidden + 32, H, dtype=torch.bfloat16) for _ in range(2))
 
 
 @operator(_fake_gates)
-def group_gates_op(
-    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, groups: int, sinks: int, length: Tensor | None, limit: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def group_gates_op(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """g, beta [B, max(T - 32 N, 0), H] and those that wait [B, 32 (N + 1), H]."""
-    made: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_gates(a, b, A_log, dt_bias, groups, sinks, length, limit)
-    B, T, H = a.shape
-    (a, a_row), (b, b_row) = rows(a), rows(b)
+    made: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_gates(call)
+    B, T, H = call.a.shape
+    (a, a_row), (b, b_row) = rows(call.a), rows(call.b)
     launch(
-        group_gates_kernel, B * cdiv(T * H, BLOCK), a, b, A_log, dt_bias, length, *made, T, made[0].shape[1], sinks,
-        a_row, b_row, N=groups, H=H, LIMIT=limit, BLOCK=BLOCK, num_warps=4,
+        group_gates_kernel, B * cdiv(T * H, BLOCK), a, b, call.A_log, call.dt_bias, call.length, *made, T,
+        made[0].shape[1], call.sinks, a_row, b_row, N=call.groups, H=H, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return made
 
@@ -78,5 +77,4 @@ def group_gates_triton(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Te
     """
     if torch.float64 in (call.a.dtype, call.b.dtype):
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    made: tuple[Tensor, Tensor, Tensor, Tensor] = group_gates_op(*call)
-    return made
+    return group_gates_op(call)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize, naive_gated_delta_rule
+from deltanet_kernels.common.heads import l2_normalize
+from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall, check_group_rule
 
 

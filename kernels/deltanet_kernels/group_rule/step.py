@@ -16,13 +16,11 @@ from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
-from deltanet_kernels.common.tiles import L2_EPS
+from deltanet_kernels.common.tiles import L2_EPS, exact_softplus
+from deltanet_kernels.common.token_step import turned
 from deltanet_kernels.group_rule.calls import GroupStepCall
 from deltanet_kernels.packed_cache.kernels import restored_group
-from deltanet_kernels.packed_cache.layout import PackedKeyValues
 from deltanet_kernels.packed_cache.numbers import GROUP, in_order
-from deltanet_kernels.prompt.gates import exact_softplus
-from deltanet_kernels.window.step import turned
 
 
 @triton.jit
@@ -102,29 +100,23 @@ def group_step_kernel(
         tl.store(o + (pair * HEADS + m) * D + d, tl.sum(q_D[:, None] * S, axis=0).to(o.dtype.element_ty))
 
 
-def _fake_step(q, *_):
-    return q.new_empty(q.shape)
+def _fake_step(call: GroupStepCall):
+    return call.q.new_empty(call.q.shape)
 
 
 @operator(_fake_step, mutates=("g", "beta", "state", "state_scale"))
-def group_step_op_(
-    q: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, key_codes: Tensor, key_scales: Tensor,
-    value_codes: Tensor, value_scales: Tensor, lengths: Tensor, key_order: Tensor | None, g: Tensor, beta: Tensor,
-    state: Tensor, state_scale: Tensor | None, cos: Tensor | None, sin: Tensor | None, sinks: int, scale: float,
-    limit: int,
-) -> Tensor:  # fmt: skip
+def group_step_op_(call: GroupStepCall) -> Tensor:
     """o [B, 1, HQ, D]."""
-    (B, _, HQ, D), H = q.shape, state.shape[1]
-    _, HK, N, _ = key_scales.shape
-    o = q.new_empty(q.shape)
-    (q, q_row), (a, a_row), (b, b_row) = rows(q), rows(a), rows(b)
-    cos, sin = (None if x is None else x.contiguous() for x in (cos, sin))
-    bits = 8 * key_codes.shape[-1] // D
+    (B, _, HQ, D), H, cache = call.q.shape, call.state.shape[1], call.cache
+    HK, N, bits = cache.keys.shape[1], cache.groups, cache.bits
+    o = call.q.new_empty(call.q.shape)
+    (q, q_row), (a, a_row), (b, b_row) = rows(call.q), rows(call.a), rows(call.b)
+    cos, sin = (None if x is None else x.contiguous() for x in (call.cos, call.sin))
     launch(
-        group_step_kernel, B * H, q, a, b, A_log, dt_bias, key_codes, key_scales, value_codes, value_scales, lengths,
-        key_order, g, beta, state, state_scale, cos, sin, o, sinks, scale, q_row, a_row, b_row,
+        group_step_kernel, B * H, q, a, b, call.A_log, call.dt_bias, *cache[:4], cache.lengths, cache.key_order, call.g,
+        call.beta, call.state, call.state_scale, cos, sin, o, call.sinks, call.factor, q_row, a_row, b_row,
         N=N, HK=HK, H=H, HEADS=HQ // H, D=D, BITS=bits, R=0 if cos is None else cos.shape[2],
-        ROPE_ROWS=cos is not None and cos.shape[0] > 1, LIMIT=limit,
+        ROPE_ROWS=cos is not None and cos.shape[0] > 1, LIMIT=call.limit,
         PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0),
         num_warps=4 if D <= 64 else 8,
     )  # fmt: skip
@@ -137,11 +129,7 @@ def group_step_triton_(call: GroupStepCall) -> Tensor:
     Raises:
         NotImplementedError: other head sizes than 64 and 128, or a dtype other than float32, bfloat16, float16.
     """
-    q, cache = call.q, PackedKeyValues(*call.cache)
+    q = call.q
     if q.shape[3] not in (64, 128) or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"heads of {q.shape[3]} in {q.dtype}: the kernel takes 64 and 128, in up to 32 bits")
-    o: Tensor = group_step_op_(
-        q, *call[1:5], *cache[:4], cache.lengths, cache.key_order, call.g, call.beta, call.state, call.state_scale,
-        call.cos, call.sin, call.sinks, call.factor, call.limit,
-    )  # fmt: skip
-    return o
+    return group_step_op_(call)

@@ -24,16 +24,17 @@ from typing import NamedTuple
 import torch
 
 from deltanet_kernels.channel_gates.chunk import unit_rows
+from deltanet_kernels.common.config import MAX_HEAD_SIZE, slices, tile_width
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.registration import differentiable_call, operator
+from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, chunk_config
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward
 from deltanet_kernels.gated_delta_rule.chunk_forward import Kept as KeptByRule
-from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, slices, tile_width
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.states import states_kernel
@@ -42,6 +43,30 @@ from deltanet_kernels.mesa.conjugate_gradients import conjugate_gradients_kernel
 
 PRECISION = "tf32x3"
 MAX_KEY_SIZE = 128  # H of 256 channels does not fit into the registers of a program
+
+
+DIFFERENTIATED = ("q", "k", "v", "g", "beta", "ridge", "initial_state")
+"""The fields of a call whose gradients `mesa_backward` returns, in its order."""
+
+
+class MesaForward(NamedTuple):
+    """The arguments of `mesa_forward`: those of a `MesaCall`, and how it is computed."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    ridge: torch.Tensor
+    initial_state: torch.Tensor | None
+    """The states [S, H^T], [N, HV, K, V + K]."""
+    cu_seqlens: torch.Tensor | None
+    scale: float
+    steps: int
+    final: bool
+    """Compute the final state."""
+    keep: bool
+    """Return what the backward pass reads."""
 
 
 class Kept(NamedTuple):
@@ -86,12 +111,9 @@ def _solve(
         )  # fmt: skip
 
 
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _fake_forward(q, k, v, g, beta, ridge, initial_state, cu_seqlens, scale, steps, final, keep):
-    (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
+def _fake_forward(call: MesaForward):
+    k, v, cu_seqlens, final, keep = call.k, call.v, call.cu_seqlens, call.final, call.keep
+    (B, T, HQ, K), HV, V = call.q.shape, v.shape[2], v.shape[3]
     C, HO, W = _config(k, v).C, max(HQ, HV), V + K
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     n = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
@@ -105,17 +127,16 @@ def _fake_forward(q, k, v, g, beta, ridge, initial_state, cu_seqlens, scale, ste
 
 @operator(_fake_forward)
 def mesa_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, ridge: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, scale: float, steps: int, final: bool,
-    keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    call: MesaForward,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """o, the final states [N, HV, K, V + K] (empty unless `final`), and the fields of `Kept` (empty unless `keep`).
 
-    q and k are float32, and the states are [S, H^T].
+    q and k are float32.
     """
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    q, k, v, g, beta, ridge, start, cu_seqlens, scale, steps, final, keep = call
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     g, beta, ridge = g.contiguous(), beta.contiguous(), ridge.contiguous()
-    start = None if initial_state is None else initial_state.contiguous()
+    start = None if start is None else start.contiguous()
     (B, T, HQ, K), H, HV, V = q.shape, k.shape[2], v.shape[2], v.shape[3]
     config, HO, W = _config(k, v), max(HQ, HV), V + K
     chunks = cut_chunks(B, T, config.C, cu_seqlens)
@@ -146,23 +167,27 @@ def mesa_forward(
     return o, ht, x, factors, P, states
 
 
-def _fake_backward(do, dht, q, k, v, g, beta, ridge, cu_seqlens, x, factors, P, states, scale, steps, initial):
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _fake_backward(upstream: Upstream, call: MesaForward, kept: Kept):
+    k, v, cu_seqlens = call.k, call.v, call.cu_seqlens
+    rows = call.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     K, HV, V = k.shape[3], v.shape[2], v.shape[3]
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta, ridge))
-    return (*grads, k.new_empty((rows, HV, K, V + K) if initial else (0,)))
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in call[:6])
+    return (*grads, k.new_empty((0,) if call.initial_state is None else (rows, HV, K, V + K)))
 
 
 @operator(_fake_backward)
 def mesa_backward(
-    do: torch.Tensor, dht: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
-    beta: torch.Tensor, ridge: torch.Tensor, cu_seqlens: torch.Tensor | None, x: torch.Tensor, factors: torch.Tensor,
-    P: torch.Tensor, states: torch.Tensor, scale: float, steps: int, initial: bool,
+    upstream: Upstream, call: MesaForward, kept: Kept
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, the ridge and the initial states (empty unless wanted)."""
-    do, k, v, ridge = _unit_stride(do), _unit_stride(k), _unit_stride(v), ridge.contiguous()
+    """Gradients of q, k, v, g, beta, the ridge and the initial states (empty for absent ones).
+
+    Of the initial states it reads only whether there are any.
+    """
+    (do, dht), (x, factors, P, states) = upstream, kept
+    q, k, v, g, beta, ridge, initial_state, cu_seqlens, scale, steps, *_ = call
+    do, k, v, ridge = unit_stride(do), unit_stride(k), unit_stride(v), ridge.contiguous()
     (B, T, H, K), HQ, (HV, V), HO = k.shape, q.shape[2], v.shape[2:], x.shape[2]
     chunks = cut_chunks(B, T, _config(k, v).C, cu_seqlens)
     y = (torch.empty_like if cu_seqlens is None else torch.zeros_like)(x)
@@ -172,7 +197,7 @@ def mesa_backward(
     _, dk, dboth, dg, dbeta, dh0, *_ = chunk_backward(
         Upstream(torch.cat([scale * do.float(), -y], dim=-1), dht),
         ChunkForward(
-            x, k, both, g, beta, none if initial else None, cu_seqlens, None, None, 1.0, False, False, False, True,
+            x, k, both, g, beta, initial_state, cu_seqlens, None, None, 1.0, False, False, False, True,
             PRECISION, 1, "off",
         ),
         KeptByRule(factors, none, P, states, written, none, none),
@@ -184,26 +209,7 @@ def mesa_backward(
     return dq, dk, dv.to(v.dtype).contiguous(), dg, dbeta, dridge.to(ridge.dtype), dh0
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, g, beta, ridge, initial_state, cu_seqlens, scale, steps, final, _ = inputs
-    ctx.save_for_backward(q, k, v, g, beta, ridge, cu_seqlens, *output[2:])
-    ctx.options = (scale, steps, initial_state is not None)
-    ctx.final = final
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, dht, *_):
-    q, k, v, g, beta, ridge, cu_seqlens, x, *kept = ctx.saved_tensors
-    if do is None:
-        do = v.new_zeros(*x.shape[:3], v.shape[3])
-    *grads, dh0 = mesa_backward(
-        do, dht if ctx.final else None, q, k, v, g, beta, ridge, cu_seqlens, x, *kept, *ctx.options
-    )
-    return (*grads, dh0 if ctx.options[2] else None, *[None] * 5)
-
-
-gradient("mesa_forward", _backward, _setup_context)
-_mesa = differentiable(mesa_forward, _backward, _setup_context)
+_mesa = differentiable_call(mesa_forward, mesa_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"])
 
 
 def chunk_mesa_triton(call: MesaCall) -> tuple[torch.Tensor, MesaState | None]:
@@ -231,7 +237,10 @@ def chunk_mesa_triton(call: MesaCall) -> tuple[torch.Tensor, MesaState | None]:
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # The kernels multiply by the rows of H, the recurrence by its columns: the same, except in the gradient of H.
     state = torch.cat([before.values, before.keys.mT], dim=-1)
-    o, final, *_ = _mesa(*inputs[:6], state, call.cu_seqlens, rule.factor, call.steps, call.output_final_state, keep)
+    forward = MesaForward(
+        *inputs[:6], state, call.cu_seqlens, rule.factor, call.steps, call.output_final_state, keep
+    )  # fmt: skip
+    o, final, *_ = _mesa(forward)
     if not call.output_final_state:
         return o, None
     S, H = final.split([d.V, d.K], dim=-1)

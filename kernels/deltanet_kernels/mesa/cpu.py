@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.common.chunk_layout import ChunkLayout
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
-from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.solve import MesaSystem, solve_mesa
 

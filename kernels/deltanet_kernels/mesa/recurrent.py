@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import to_states
-from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.mesa.calls import MesaCall, MesaState, check_mesa
 from deltanet_kernels.mesa.solve import STEPS, MesaSystem, conjugate_gradients
 

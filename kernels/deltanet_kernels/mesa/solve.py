@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltanet_kernels.gated_delta_rule.cpu import no_autocast
+from deltanet_kernels.common.device import no_autocast
 
 STEPS = 16  # with ridges of at least 0.25 the residual is then below 1e-5 of q
 RESIDUAL = 4.0  # a row is solved once its residual is below this many roundings of its right side

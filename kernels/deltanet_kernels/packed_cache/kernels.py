@@ -8,9 +8,12 @@ shared memory: columns are channels, and tokens within a group, in the order of 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.token_step import take_ticket, turned
 from deltanet_kernels.packed_cache.numbers import (
     BLOCK,
     GROUP,
@@ -28,7 +31,6 @@ from deltanet_kernels.packed_cache.numbers import (
     store_tokens,
 )
 from deltanet_kernels.window.softcap import cap_score
-from deltanet_kernels.window.step import take_ticket, turned
 
 
 @triton.jit
@@ -127,18 +129,31 @@ def round_tokens_kernel(x, y, T, rows, x_row, x_token, x_head, HK: tl.constexpr,
     tl.store(y + n[:, None] * D + d, new.to(y.dtype.element_ty), mask=m)
 
 
+class Places(NamedTuple):
+    """Where the rows of a cache are whose sequences have slots: a compile-time constant of the kernels."""
+
+    PER_PAGE: int
+    """Groups of a page; from here on elements from a row of a tensor to its next."""
+    PAGES_ROW: int
+    KC_ROW: int
+    KS_ROW: int
+    VC_ROW: int
+    VS_ROW: int
+    KEYS_ROW: int
+    VALUES_ROW: int
+    TS_ROW: int
+    LENGTHS_ROW: int
+
+
 @triton.jit
-def _in_page(
-    key_codes, key_scales, value_codes, value_scales, pages, b, h, place, PER_PAGE: tl.constexpr,
-    PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr, VS_ROW: tl.constexpr,
-):  # fmt: skip
+def _in_page(key_codes, key_scales, value_codes, value_scales, pages, b, h, place, PLACES: tl.constexpr):
     """The tensors of the page that holds the group in `place` of row b, and the number of head h's group in it."""
-    page = tl.load(pages + b * PAGES_ROW + place // PER_PAGE).to(tl.int64)
-    n = h * PER_PAGE + place % PER_PAGE
-    key_codes += page * KC_ROW
-    key_scales += page * KS_ROW
-    value_codes += page * VC_ROW
-    value_scales += page * VS_ROW
+    page = tl.load(pages + b * PLACES.PAGES_ROW + place // PLACES.PER_PAGE).to(tl.int64)
+    n = h * PLACES.PER_PAGE + place % PLACES.PER_PAGE
+    key_codes += page * PLACES.KC_ROW
+    key_scales += page * PLACES.KS_ROW
+    value_codes += page * PLACES.VC_ROW
+    value_scales += page * PLACES.VS_ROW
     return key_codes, key_scales, value_codes, value_scales, n
 
 
@@ -162,10 +177,7 @@ def _is_seen(i, j, window, sinks, limit, EDGE: tl.constexpr):
 def packed_span_kernel(
     q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, slots, pages,
     parts, weights, factor, groups, span, spans, window, sinks, limit,
-    PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
-    LENGTHS_ROW: tl.constexpr,
-    HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
+    PLACES: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key head and span of packed groups, for the HEADS query heads of the key head.
@@ -179,10 +191,10 @@ def packed_span_kernel(
         i = tl.load(lengths + pair // HK) - 1
     else:  # row b of the cache is that of the slot; of what sequences share one token is read
         slot = tl.load(slots + pair // HK).to(tl.int64)
-        i = tl.where(slot > 0, tl.load(lengths + slot * LENGTHS_ROW) - 1, 0)
-        keys += slot * KEYS_ROW - pair // HK * (HK * TOKENS * D)
-        values += slot * VALUES_ROW - pair // HK * (HK * TOKENS * D)
-        token_scales += slot * TS_ROW - pair // HK * (HK * TOKENS * (4 * D // BLOCK))
+        i = tl.where(slot > 0, tl.load(lengths + slot * PLACES.LENGTHS_ROW) - 1, 0)
+        keys += slot * PLACES.KEYS_ROW - pair // HK * (HK * TOKENS * D)
+        values += slot * PLACES.VALUES_ROW - pair // HK * (HK * TOKENS * D)
+        token_scales += slot * PLACES.TS_ROW - pair // HK * (HK * TOKENS * (4 * D // BLOCK))
     current = i // GROUP
     if pages is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if (c < spans - 1) & (c * span >= current):  # a table of pages is as wide as the longest sequence may become
@@ -228,10 +240,7 @@ def packed_span_kernel(
         for place in tl.range(c * span, end, num_stages=STAGES):
             kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, place
             if pages is not None:
-                kc, ks, vc, vs, n = _in_page(
-                    kc, ks, vc, vs, pages, pair // HK, pair % HK, place, PER_PAGE, PAGES_ROW, KC_ROW, KS_ROW, VC_ROW,
-                    VS_ROW,
-                )  # fmt: skip
+                kc, ks, vc, vs, n = _in_page(kc, ks, vc, vs, pages, pair // HK, pair % HK, place, PLACES)
             at = n * (GROUP * D * BITS // 8)
             k = restored_group(kc + at, ks + n * D, token, GROUP, D, BITS, key_order is not None, PAIRS, q_MD.dtype)
             v = restored_group(vc + at, vs + n * D, d, D, GROUP, BITS, False, PAIRS, q_MD.dtype)
@@ -270,11 +279,8 @@ def pack_kernel(
 def append_kernel(
     key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, slots, pages,
     q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row,
-    PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
-    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, TS_ROW: tl.constexpr,
-    LENGTHS_ROW: tl.constexpr,
-    HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-    ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
+    PLACES: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key head: packs the group that is complete, if it is, and puts a token.
 
@@ -287,11 +293,11 @@ def append_kernel(
         number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
     else:  # row b of the cache is that of the slot; the tickets of what sequences share say nothing
         slot = tl.load(slots + b).to(tl.int64)
-        number = take_ticket(lengths, slot * LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
+        number = take_ticket(lengths, slot * PLACES.LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
         number = tl.where(slot > 0, number, 0)
-        keys += slot * KEYS_ROW - b * (HK * TOKENS * D)
-        values += slot * VALUES_ROW - b * (HK * TOKENS * D)
-        token_scales += slot * TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
+        keys += slot * PLACES.KEYS_ROW - b * (HK * TOKENS * D)
+        values += slot * PLACES.VALUES_ROW - b * (HK * TOKENS * D)
+        token_scales += slot * PLACES.TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
     if key_order is not None:
         key_order += h * (2 * D)
     d = tl.arange(0, D)
@@ -303,9 +309,7 @@ def append_kernel(
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
         kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, pair * groups + place
         if pages is not None:
-            kc, ks, vc, vs, n = _in_page(
-                kc, ks, vc, vs, pages, b, h, place, PER_PAGE, PAGES_ROW, KC_ROW, KS_ROW, VC_ROW, VS_ROW
-            )  # fmt: skip
+            kc, ks, vc, vs, n = _in_page(kc, ks, vc, vs, pages, b, h, place, PLACES)
         own = tl.arange(0, GROUP) + SINKS
         own_k = load_tokens(keys, token_scales, own, own > 0, False, GROUP, D)
         own_v = tl.trans(load_tokens(values, token_scales, own, own > 0, True, GROUP, D))

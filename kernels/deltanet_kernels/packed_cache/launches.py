@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from deltanet_kernels.common.config import product_precision
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import cached, differentiable, gradient, operator
+from deltanet_kernels.common.online_softmax import COMBINED, combine_kernel
+from deltanet_kernels.common.registration import cached, differentiable_call, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.slots import row_size
-from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
-from deltanet_kernels.flash_decoding.kernels import combine_kernel
-from deltanet_kernels.gated_delta_rule.config import product_precision
+from deltanet_kernels.common.token_step import COUNT_BITS, MAX_PROGRAMS
+from deltanet_kernels.flash_decoding.config import MAX_GROUP
 from deltanet_kernels.packed_cache.calls import (
     EVERYTHING,
     PackedAttentionCall,
@@ -27,12 +29,18 @@ from deltanet_kernels.packed_cache.calls import (
     PromptAttentionCall,
     RoundTokensCall,
 )
-from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, packed_span_kernel, round_tokens_kernel
+from deltanet_kernels.packed_cache.kernels import (
+    Places,
+    append_kernel,
+    pack_kernel,
+    packed_span_kernel,
+    round_tokens_kernel,
+)
 from deltanet_kernels.packed_cache.layout import BLOCK, GROUP, SINKS, PackedKeyValues, tokens_of
 from deltanet_kernels.packed_cache.prompt import pack_prompt_kernel, prompt_attention_kernel
-from deltanet_kernels.window.attention import reach_within, strided, window_backward
+from deltanet_kernels.window.attention import Kept, OtherForm, Upstream, reach_within, strided, window_backward
+from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import window_config
-from deltanet_kernels.window.step import COUNT_BITS, MAX_PROGRAMS
 
 PROGRAMS = 12  # per multiprocessor
 LEAST_SPAN = {64: 1, 128: 2, 256: 2}  # groups, by head size
@@ -69,37 +77,28 @@ def _supported(D: int, dtype: torch.dtype, group: int = 1) -> None:
         raise NotImplementedError(f"a packed cache in {dtype}: the kernels take float32, bfloat16 and float16")
 
 
-def _fake_attention(q, *rest):
+def _fake_attention(call: PackedAttentionCall):
+    q = call.q
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @operator(_fake_attention)
-def packed_attention_op(
-    q: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor, keys: Tensor,
-    values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, window: int, sinks: int,
-    limit: int, scale: float, softcap: float | None, edge: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def packed_attention_op(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
-    held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order)
-    cache = PackedKeyValues(*held)  # type: ignore[arg-type]
-    return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap, edge)
+    return _attend(call._replace(q=call.q.contiguous()))
 
 
-ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "TS_ROW", "LENGTHS_ROW")
-
-
-def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:
-    """Groups of a page, and elements from a row of each tensor to its next, as the kernels take them with slots."""
+def _places(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
     if pages is None:
-        return dict.fromkeys(("PER_PAGE", *ROWS), 0)
-    return {"PER_PAGE": cache.groups} | dict(zip(ROWS, map(row_size, (pages, *cache.tensors)), strict=True))
+        return None
+    return Places(cache.groups, *map(row_size, (pages, *cache.tensors)))
 
 
 def _attend(
-    q: Tensor, cache: PackedKeyValues, slots: Tensor | None, pages: Tensor | None, window: int, sinks: int, limit: int,
-    scale: float, softcap: float | None, edge: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    call: PackedAttentionCall, slots: Tensor | None = None, pages: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As `packed_attention_op`, of contiguous q, with slots and pages as in `PackedStepCall`."""
+    q, cache, (window, sinks, limit), scale, softcap = call.q, call.cache, call.reach, call.factor, call.softcap
     (B, HQ, _, D), HK, bits = q.shape, cache.keys.shape[1], cache.bits
     N = cache.groups * (1 if pages is None else pages.shape[1])
     warps, stages = packed_config(D, q.dtype)
@@ -113,9 +112,9 @@ def _attend(
         packed_span_kernel, B * HK * spans,
         q, *cache, slots, pages, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
-        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)), CAP=softcap,
-        PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
-        PRECISION=product_precision("auto", q.dtype), EDGE=edge, num_warps=warps,
+        PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)),
+        CAP=softcap, PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
+        PRECISION=product_precision("auto", q.dtype), EDGE=call.edge, num_warps=warps,
     )  # fmt: skip
     launch(
         combine_kernel, B * HQ, parts, weights, o, lse, spans, D=D, BD=D, BN=COMBINED // D, GAPS=pages is not None,
@@ -131,13 +130,13 @@ def packed_attention_triton(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
         NotImplementedError: other head sizes than 64, 128 and 256, more than 32 query heads per key head, or a dtype
             other than float32, bfloat16, float16.
     """
-    q, cache = call.q, call.cache
-    _supported(q.shape[3], q.dtype, q.shape[1] // cache.keys.shape[1])
-    found: tuple[Tensor, Tensor] = packed_attention_op(q, *cache, *call.reach, call.factor, call.softcap, call.edge)
-    return found
+    q = call.q
+    _supported(q.shape[3], q.dtype, q.shape[1] // call.cache.keys.shape[1])
+    return packed_attention_op(call)
 
 
-def _fake_step(q, *_):
+def _fake_step(call: PackedStepCall):
+    q = call.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -145,27 +144,21 @@ def _fake_step(q, *_):
     _fake_step,
     mutates=("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "token_scales", "lengths"),
 )
-def packed_step_op_(
-    q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, window: int,
-    sinks: int, limit: int, scale: float, softcap: float | None, cos: Tensor | None, sin: Tensor | None,
-    slots: Tensor | None, pages: Tensor | None, edge: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def packed_step_op_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
-    held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order)
-    cache = PackedKeyValues(*held)  # type: ignore[arg-type]
-    (B, _, HQ, D), HK = q.shape, keys.shape[1]
-    turned = q.contiguous() if cos is None else q.new_empty(q.shape)
-    (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
-    cos, sin = (None if x is None else x.contiguous() for x in (cos, sin))
+    cache, slots, pages = call.cache, call.slots, call.packed_rows
+    (B, _, HQ, D), HK = call.q.shape, call.k.shape[2]
+    turned = call.q.contiguous() if call.cos is None else call.q.new_empty(call.q.shape)
+    (q, q_row), (k, k_row), (v, v_row) = rows(call.q), rows(call.k), rows(call.v)
+    cos, sin = (None if x is None else x.contiguous() for x in (call.cos, call.sin))
     launch(
         append_kernel, B * HK, *cache, slots, pages, q, k, v, cos, sin, turned,
         cache.groups * (1 if pages is None else pages.shape[1]), q_row, k_row, v_row,
-        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
+        PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip
-    o, lse = _attend(turned.view(B, HQ, 1, D), cache, slots, pages, window, sinks, limit, scale, softcap, edge)
+    o, lse = _attend(call.attention._replace(q=turned.view(B, HQ, 1, D)), slots, pages)
     return o.view(B, 1, HQ, D), lse.view(B, 1, HQ)
 
 
@@ -175,28 +168,25 @@ def packed_step_triton_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     Raises:
         NotImplementedError: as `packed_attention_triton`, or more than 255 key heads.
     """
-    attention, heads = call.attention, call.k.shape[2]
+    heads = call.k.shape[2]
     _supported(call.q.shape[3], call.q.dtype, call.q.shape[2] // heads)
     if heads > MAX_PROGRAMS:
         raise NotImplementedError(f"{heads} key heads: the kernel takes up to {MAX_PROGRAMS}")
-    found: tuple[Tensor, Tensor] = packed_step_op_(
-        *call[:3], *call.cache, *attention.reach, attention.factor, call.softcap, call.cos, call.sin, call.slots,
-        call.packed_rows, call.edge,
-    )  # fmt: skip
-    return found
+    return packed_step_op_(call)
 
 
-def _fake_round(k, v):
+def _fake_round(call: RoundTokensCall):
+    k, v = call
     return k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @operator(_fake_round)
-def round_tokens_op(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def round_tokens_op(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
     """k and v [B, T, HK, D], rounded and contiguous."""
-    rounded: tuple[Tensor, Tensor] = _fake_round(k, v)
-    B, T, HK, D = k.shape
+    rounded: tuple[Tensor, Tensor] = _fake_round(call)
+    B, T, HK, D = call.k.shape
     some = 2048 // D
-    for x, y in zip((k, v), rounded, strict=True):
+    for x, y in zip(call, rounded, strict=True):
         x = x if x.stride(3) == 1 else x.contiguous()
         launch(
             round_tokens_kernel, cdiv(B * T * HK, some), x, y, T, B * T * HK, *x.stride()[:3], HK=HK, D=D, R=some,
@@ -205,16 +195,9 @@ def round_tokens_op(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return rounded
 
 
-def _nothing_to_save(ctx, inputs, output):
-    return None
-
-
-def _pass_gradients(ctx, dk, dv):
-    return dk, dv
-
-
-gradient("round_tokens_op", _pass_gradients, _nothing_to_save)
-_differentiable_round_tokens = differentiable(round_tokens_op, _pass_gradients, _nothing_to_save)
+_round_tokens = differentiable_call(
+    round_tokens_op, lambda upstream, call: upstream, ("k", "v"), RoundTokensCall, without=("k", "v")
+)
 
 
 def round_tokens_triton(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
@@ -224,8 +207,7 @@ def round_tokens_triton(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
         NotImplementedError: as `pack_prompt_triton`.
     """
     _supported(call.k.shape[3], call.k.dtype)
-    rounded: tuple[Tensor, Tensor] = _differentiable_round_tokens(*call)
-    return rounded
+    return _round_tokens(call)
 
 
 def _groups(make, B, HK, N, D, bits, device):
@@ -239,20 +221,21 @@ def _groups(make, B, HK, N, D, bits, device):
     )
 
 
-def _fake_pack(k, v, bits, key_order):
-    B, HK, length, D = k.shape
-    return _groups(torch.empty, B, HK, length // GROUP, D, bits, k.device)
+def _fake_pack(call: PackGroupsCall):
+    B, HK, length, D = call.k.shape
+    return _groups(torch.empty, B, HK, length // GROUP, D, call.bits, call.k.device)
 
 
 @operator(_fake_pack)
-def pack_groups_op(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pack_groups_op(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes and scales of keys and of values [B, HK, N * 32, D]."""
-    B, HK, T, D = k.shape
-    packed: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_pack(k, v, bits, key_order)
+    B, HK, T, D = call.k.shape
+    packed: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_pack(call)
     if T:
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:2])
         launch(
-            pack_kernel, B * HK * (T // GROUP), k, v, *packed, key_order,
-            T // GROUP, *k.stride()[:3], *v.stride()[:3], HK=HK, D=D, BITS=bits, num_warps=4,
+            pack_kernel, B * HK * (T // GROUP), k, v, *packed, call.key_order,
+            T // GROUP, *k.stride()[:3], *v.stride()[:3], HK=HK, D=D, BITS=call.bits, num_warps=4,
         )  # fmt: skip
     return packed
 
@@ -260,50 +243,60 @@ def pack_groups_op(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) ->
 def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`deltanet_kernels.pack_groups` in Triton."""
     _supported(call.k.shape[3], call.k.dtype)
-    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:2])
-    packed: tuple[Tensor, Tensor, Tensor, Tensor] = pack_groups_op(k, v, call.bits, call.key_order)
-    return packed
+    return pack_groups_op(call)
 
 
-def _fake_pack_prompt(k, v, bits, groups, length, key_order=None, old=None, starts=None):
-    B, T, HK, D = k.shape
+class Before(NamedTuple):
+    """What comes before the tokens of a part, and where its sequences are, as in `PackedPartCall`."""
+
+    cache: PackedKeyValues
+    tokens: tuple[Tensor, Tensor]
+    """The tokens of the cache that are not packed, of `tokens_of`."""
+    starts: Tensor | None
+    longest: int
+
+
+def _empty_prompt(call: PackPromptCall, old: PackedKeyValues | None = None, starts: Tensor | None = None):
+    """The results of `_pack_prompt`, not yet computed."""
+    (B, T, HK, D), device, groups = call.k.shape, call.k.device, call.groups
     N = (T - 1) // GROUP
+    groups = N if groups is None else groups
     # Places that no group has taken are not read, but no NaN.
-    make = torch.empty if groups <= N and length is None and old is None else torch.zeros
+    make = torch.empty if groups <= N and call.length is None and old is None else torch.zeros
     rows, places = B, N * GROUP
     if old is not None:  # restored numbers begin with those of the old cache and its current group
         B, places = len(old.lengths), (old.groups + cdiv(T, GROUP)) * GROUP
-    if starts is not None:
+    if old is not None and starts is not None:
         places = B * (old.groups + 1) * GROUP + T
     sizes = (D, D, 4 * D // BLOCK)
-    tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.uint8, device=k.device) for size in sizes)
-    lengths = torch.empty(B, dtype=torch.int32, device=k.device)
-    seen = (k.new_empty(rows, places, HK, D) for _ in range(2))
-    return *_groups(make, B, HK, groups, D, bits, k.device), *tokens, lengths, *seen
+    tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.uint8, device=device) for size in sizes)
+    lengths = torch.empty(B, dtype=torch.int32, device=device)
+    seen = (call.k.new_empty(rows, places, HK, D) for _ in range(2))
+    return *_groups(make, B, HK, groups, D, call.bits, device), *tokens, lengths, *seen
 
 
-@operator(_fake_pack_prompt)
+@operator(_empty_prompt)
 def pack_prompt_op(
-    k: Tensor, v: Tensor, bits: int, groups: int, length: Tensor | None, key_order: Tensor | None
+    call: PackPromptCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of a cache, and the keys and values that later groups see [B, N * 32, HK, D]."""
-    return _pack_prompt(k, v, bits, groups, length, key_order)
+    return _pack_prompt(call)
 
 
-def _pack_prompt(k, v, bits, groups, length, key_order, old=None, tokens=(None, None), starts=None, longest=0):
-    """As `pack_prompt_op`, after the tokens of the cache `old`, of which `tokens` are not packed (`tokens_of`), with
-    `cu_seqlens` and `longest` of `PackedPartCall`."""
-    made = _fake_pack_prompt(k, v, bits, groups, length, key_order, old, starts)
-    (k, v), strides = strided(k, v)
-    T, HK, D = k.shape[1:]
+def _pack_prompt(call: PackPromptCall, before: Before | None = None):
+    """As `pack_prompt_op`, of a prompt or of a part."""
+    old, tokens, starts, longest = before or (None, (None, None), None, 0)
+    made = _empty_prompt(call, old, starts)
+    (k, v), strides = strided(*call[:2])
+    (T, HK, D), groups = k.shape[1:], made[0].shape[2]
     held, last = 0, (T - 1) // GROUP
     if old is not None:
         T = T if starts is None else longest
         held, last = old.groups, old.groups + cdiv(T, GROUP)
     launch(
-        pack_prompt_kernel, len(made[7]) * HK * (1 + last), k, v, *made, length, *(old or [None] * 4)[:4], *tokens,
-        None if old is None else old.lengths, starts, key_order, T, groups, held, last, *strides, HK=HK, D=D, BITS=bits,
-        num_warps=4,
+        pack_prompt_kernel, len(made[7]) * HK * (1 + last), k, v, *made, call.length, *(old or [None] * 4)[:4], *tokens,
+        None if old is None else old.lengths, starts, call.key_order, T, groups, held, last, *strides, HK=HK, D=D,
+        BITS=call.bits, num_warps=4,
     )  # fmt: skip
     return made
 
@@ -315,78 +308,52 @@ def pack_prompt_triton(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, T
         NotImplementedError: other head sizes than 64, 128 and 256, or a dtype other than float32, bfloat16, float16.
     """
     _supported(call.k.shape[3], call.k.dtype)
-    groups = (call.k.shape[1] - 1) // GROUP if call.groups is None else call.groups
-    *cache, keys, values = pack_prompt_op(*call[:3], groups, call.length, call.key_order)
+    *cache, keys, values = pack_prompt_op(call)
     return PackedKeyValues(*cache, call.key_order), keys, values  # type: ignore[call-arg]
 
 
-def _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap, edge):
+def _fake_prompt_attention(call: PromptAttentionCall):
+    q = call.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_prompt_attention)
-def prompt_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, sinks: int, scale: float,
-    softcap: float | None, edge: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def prompt_attention_op(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
-    window, sinks = reach_within(window, sinks, q.shape[1])
-    rest = window, sinks, EVERYTHING, scale, softcap
-    return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), *rest, edge=edge)
+    window, sinks = reach_within(call.window, call.sinks, call.q.shape[1])
+    keys, values = call.keys.contiguous(), call.values.contiguous()
+    return _prompt_attention(call._replace(keys=keys, values=values, window=window, sinks=sinks))
 
 
 def _prompt_attention(
-    q,
-    k,
-    v,
-    keys,
-    values,
-    window,
-    sinks,
-    limit,
-    scale,
-    softcap,
-    old=None,
-    tokens=(None, None),
-    starts=None,
-    longest=0,
-    edge=1,
-):
-    """As `prompt_attention_op`, of contiguous keys and values; further arguments as for `_pack_prompt`."""
-    (q, k, v), strides = strided(q, k, v)
+    call: PromptAttentionCall, limit: int = EVERYTHING, before: Before | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `prompt_attention_op`, of contiguous keys and values, in a prompt or in a part."""
+    (q, k, v), strides = strided(*call[:3])
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    config = window_config("forward", D, sinks, q.dtype)
-    o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap, edge)
+    config = window_config("forward", D, call.sinks, q.dtype)
+    o, lse = _fake_prompt_attention(call)
+    old, tokens, starts, longest = before or (None, (None, None), None, 0)
     lengths, held = (None, 0) if old is None else (old.lengths, old.groups)
-    if starts is not None:
-        B, T = len(old.lengths), longest
+    if lengths is not None and starts is not None:
+        B, T = len(lengths), longest
     launch(
         prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
-        q, k, v, keys, values, *tokens, lengths, starts, o, lse, T, window, limit, held, keys.shape[1], scale, *strides,
-        HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, STAGES=config.stages, CAP=softcap,
-        PRECISION=product_precision("auto", q.dtype), EDGE=edge, num_warps=config.warps,
+        q, k, v, call.keys, call.values, *tokens, lengths, starts, o, lse, T, call.window, limit, held,
+        call.keys.shape[1], call.scale, *strides, HQ=HQ, HK=HK, D=D, SINKS=call.sinks, BM=config.M, BN=config.N,
+        BS=config.S, STAGES=config.stages, CAP=call.softcap, PRECISION=product_precision("auto", q.dtype),
+        EDGE=call.edge, num_warps=config.warps,
     )  # fmt: skip
     return o, lse
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.window, ctx.sinks, ctx.scale, ctx.softcap, ctx.edge = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+def _backward(upstream: Upstream, call: PromptAttentionCall, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, keys, values, window, sinks, scale, softcap, edge = call
+    other = OtherForm(keys.contiguous(), values.contiguous(), GROUP)
+    return window_backward(upstream, WindowCall(q, k, v, window, sinks, scale, None, softcap, edge), kept, other)
 
 
-def _backward(ctx, do, dlse):
-    q, k, v, keys, values, o, lse = ctx.saved_tensors
-    if do is None:
-        do = torch.zeros_like(o)
-    reach = ctx.window, ctx.sinks, ctx.scale, ctx.softcap
-    seen = keys.contiguous(), values.contiguous()
-    grads = window_backward(do, dlse, q, k, v, o, lse, None, *reach, *seen, GROUP, ctx.edge)
-    return *grads, None, None, None, None, None, None, None
-
-
-gradient("prompt_attention_op", _backward, _setup_context)
-_differentiable_prompt_attention = differentiable(prompt_attention_op, _backward, _setup_context)
+_differentiable_prompt_attention = differentiable_call(prompt_attention_op, _backward, ("q", "k", "v"), Upstream, Kept)
 
 
 def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
@@ -396,32 +363,32 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
         NotImplementedError: as `pack_prompt_triton`.
     """
     _supported(call.q.shape[3], call.q.dtype)
-    found: tuple[Tensor, Tensor] = _differentiable_prompt_attention(*call)
-    return found
+    return _differentiable_prompt_attention(call)
 
 
-def _fake_part(
-    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, groups,
-    window, sinks, limit, scale, softcap, cu_seqlens, longest, edge,
-):  # fmt: skip
-    old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
-    made = _fake_pack_prompt(k, v, old.bits, groups, None, key_order, old, cu_seqlens)
+def _packing(call: PackedPartCall) -> PackPromptCall:
+    return PackPromptCall(call.k, call.v, call.cache.bits, call.groups, None, call.cache.key_order)
+
+
+def _fake_part(call: PackedPartCall):
+    q = call.q
+    made = _empty_prompt(_packing(call), call.cache, call.cu_seqlens)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:8]
 
 
 @operator(_fake_part)
 def packed_part_op(
-    q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
-    keys: Tensor, values: Tensor, token_scales: Tensor, lengths: Tensor, key_order: Tensor | None, groups: int,
-    window: int, sinks: int, limit: int, scale: float, softcap: float | None, cu_seqlens: Tensor | None, longest: int,
-    edge: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call: PackedPartCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
-    held = (key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths)
-    old = PackedKeyValues(*(x.contiguous() for x in held))  # type: ignore[call-arg]
-    rows = old, tokens_of(old, q.dtype), cu_seqlens, longest
-    *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, key_order, *rows)
-    return *_prompt_attention(q, k, v, seen_k, seen_v, window, sinks, limit, scale, softcap, *rows, edge), *cache
+    old = call.cache.with_tensors(x.contiguous() for x in call.cache.tensors)
+    before = Before(old, tokens_of(old, call.q.dtype), call.cu_seqlens, call.longest)
+    *cache, seen_k, seen_v = _pack_prompt(_packing(call), before)
+    window, sinks, limit = call.reach
+    attention = PromptAttentionCall(
+        *call[:3], seen_k, seen_v, window, sinks, call.factor, call.softcap, call.edge
+    )  # fmt: skip
+    return *_prompt_attention(attention, limit, before), *cache
 
 
 def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues]:
@@ -431,8 +398,5 @@ def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyV
         NotImplementedError: as `pack_prompt_triton`.
     """
     _supported(call.q.shape[3], call.q.dtype)
-    o, lse, *cache = packed_part_op(
-        *call[:3], *call.cache, call.groups, *call.reach, call.factor, call.softcap, call.cu_seqlens, call.longest,
-        call.edge,
-    )  # fmt: skip
+    o, lse, *cache = packed_part_op(call)
     return o, lse, call.cache.with_tensors(cache)

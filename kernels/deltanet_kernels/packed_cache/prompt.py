@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.online_softmax import HIDDEN, LOG2E
 from deltanet_kernels.packed_cache.numbers import (
     BLOCK,
     GROUP,
@@ -18,7 +19,7 @@ from deltanet_kernels.packed_cache.numbers import (
     unpack_group,
 )
 from deltanet_kernels.window.forward import attend_tile
-from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, is_partly_seen, load_rows, store_rows
+from deltanet_kernels.window.tiles import in_sinks, in_window, is_partly_seen, load_rows, store_rows
 
 
 @triton.jit

@@ -14,18 +14,10 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.common.tiles import exact_softplus
 from deltanet_kernels.prompt.calls import GateValuesCall
 
 BLOCK = 512
-
-
-@triton.jit
-def exact_softplus(x):
-    """log(1 + e^x) without the loss of small results: log1p(e) = log(u) e / (u - 1) with u = 1 + e."""
-    e = tl.exp(-tl.abs(x))
-    u = 1.0 + e
-    exact = u == 1.0
-    return tl.maximum(x, 0.0) + tl.where(exact, e, tl.log(u) * (e / tl.where(exact, 1.0, u - 1.0)))
 
 
 @triton.jit
@@ -45,21 +37,20 @@ def gate_values_kernel(
     tl.store(beta + i, LIMIT / (1.0 + tl.exp(-y)), mask=m)
 
 
-def _fake_gate_values(a, b, A_log, dt_bias, limit):
+def _fake_gate_values(call: GateValuesCall):
+    a, b = call.a, call.b
     return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape, dtype=torch.float32)
 
 
 @operator(_fake_gate_values)
-def gate_values_op(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, limit: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gate_values_op(call: GateValuesCall) -> tuple[torch.Tensor, torch.Tensor]:
     """g and beta [B, T, H] float32."""
-    g, beta = _fake_gate_values(a, b, A_log, dt_bias, limit)
-    (a, a_row), (b, b_row) = rows(a), rows(b)
+    g, beta = _fake_gate_values(call)
+    (a, a_row), (b, b_row) = rows(call.a), rows(call.b)
     launch(
         gate_values_kernel, cdiv(g.numel(), BLOCK),
-        a, b, A_log.contiguous(), dt_bias.contiguous(), g, beta, g.numel(),
-        H=a.shape[2], A_ROW=a_row, B_ROW=b_row, LIMIT=limit, BLOCK=BLOCK, num_warps=4,
+        a, b, call.A_log.contiguous(), call.dt_bias.contiguous(), g, beta, g.numel(),
+        H=a.shape[2], A_ROW=a_row, B_ROW=b_row, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return g, beta
 
@@ -72,5 +63,4 @@ def gate_values_triton(call: GateValuesCall) -> tuple[torch.Tensor, torch.Tensor
     """
     if torch.float64 in (call.a.dtype, call.b.dtype):
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    g, beta = gate_values_op(*call)
-    return g, beta
+    return gate_values_op(call)

@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.config import check_supported
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Registered, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.tiles import silu
-from deltanet_kernels.gated_delta_rule.config import check_supported
 from deltanet_kernels.prompt.calls import PromptInputs, PromptInputsCall
 
 TILE = 2048  # elements of half a head in a tile of tokens
@@ -178,70 +178,60 @@ def prompt_inputs_kernel(
         )  # fmt: skip
 
 
-def _empty_outputs(q, k, v, D, weight, v_silu, window_heads, final, kv_repeats):
+def _empty_outputs(call: PromptInputsCall) -> tuple[torch.Tensor | None, ...]:
     """q, k, v of the state, q and k of the window, and the new tail, not yet computed; None for what is not wanted."""
-    B, T, CQ = q.shape
-    CK, CV = k.shape[2] * kv_repeats, v.shape[2] * kv_repeats
+    q, D, weight, windowed = call.q, call.head_dim, call.conv_weight, call.window_heads
+    (B, T, CQ), (CK, CV) = q.shape, (x.shape[2] * call.kv_repeats for x in (call.k, call.v))
+    changed = weight is not None or call.v_silu or call.kv_repeats > 1
     return (
         q.new_empty((B, T, CQ // D, D)),
         q.new_empty((B, T, CK // D, D)),
-        q.new_empty((B, T, CV // D, D)) if weight is not None or v_silu or kv_repeats > 1 else None,
-        q.new_empty((B, T, CQ // D, D)) if window_heads else None,
-        q.new_empty((B, T, window_heads, D)) if window_heads else None,
-        q.new_empty((B, CQ + CK + CV, weight.shape[1] - 1)) if final else None,
+        q.new_empty((B, T, CV // D, D)) if changed else None,
+        q.new_empty((B, T, CQ // D, D)) if windowed else None,
+        q.new_empty((B, T, windowed, D)) if windowed else None,
+        q.new_empty((B, CQ + CK + CV, weight.shape[1] - 1)) if weight is not None and call.output_tail else None,
     )
 
 
-def _fake_prompt_inputs(
-    q, k, v, head_dim, weight, tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, final, kv_repeats
-):
-    outputs = _empty_outputs(q, k, v, head_dim, weight, v_silu, window_heads, final, kv_repeats)
-    return tuple(q.new_empty(0) if x is None else x for x in outputs)
-
-
-def _prompt_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head_dim: int, weight: torch.Tensor | None,
-    tail: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, k_offset: torch.Tensor | None,
-    qk_silu: bool, v_silu: bool, window_heads: int, final: bool, kv_repeats: int,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+def _prompt_inputs(call: PromptInputsCall) -> tuple[torch.Tensor | None, ...]:
     """As `prompt_inputs_op`, with None for what is empty; the kernel has an address for v in any case."""
-    (B, T, CQ), CK, CV, D = q.shape, k.shape[2] * kv_repeats, v.shape[2] * kv_repeats, head_dim
-    outputs = _empty_outputs(q, k, v, D, weight, v_silu, window_heads, final, kv_repeats)
+    outputs = _empty_outputs(call)
     q_y, k_y, v_y, q_plain, k_plain, new_tail = outputs
-    (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
-    dense = [None if x is None else x.contiguous() for x in (k_offset, cos, sin)]
-    weight, tail = (None if x is None else x.contiguous() for x in (weight, tail))
+    (B, T, CQ), D = call.q.shape, call.head_dim
+    CK, CV = (x.shape[2] * call.kv_repeats for x in (call.k, call.v))
+    (q, q_row), (k, k_row), (v, v_row) = rows(call.q), rows(call.k), rows(call.v)
+    weight, tail, cos, sin, offset = (None if x is None else x.contiguous() for x in call[4:9])
     BH = power_of_two((D + 1) // 2, 1)
     BT = max(1, TILE // BH)
     heads = [CQ // D, CK // D, 0 if v_y is None else CV // D]
     W = 0 if weight is None else weight.shape[1]
     launch(
         prompt_inputs_kernel, B * cdiv(T, BT) * sum(heads),
-        q, k, v, q_y, k_y, k_y if v_y is None else v_y, q_plain, k_plain, weight, tail, new_tail, *dense, T,
-        HQ=heads[0], HK=heads[1], HV=heads[2], PLAIN_Q=heads[0] if window_heads else 0, PLAIN_K=window_heads,
-        KV_REPEATS=kv_repeats, OFFSETS=0 if k_offset is None else k_offset.shape[0],
+        q, k, v, q_y, k_y, k_y if v_y is None else v_y, q_plain, k_plain, weight, tail, new_tail, offset, cos, sin, T,
+        HQ=heads[0], HK=heads[1], HV=heads[2], PLAIN_Q=heads[0] if call.window_heads else 0, PLAIN_K=call.window_heads,
+        KV_REPEATS=call.kv_repeats, OFFSETS=0 if offset is None else offset.shape[0],
         Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, C=CQ + CK + CV, W=W, D=D, R=0 if cos is None else cos.shape[2],
         ROPE_ROWS=cos is not None and cos.shape[0] > 1, BT=BT, BH=BH,
-        QK_SILU=qk_silu, V_SILU=v_silu, INITIAL=tail is not None and W > 1, FINAL=final and W > 1,
-        num_warps=4,
+        QK_SILU=call.qk_silu, V_SILU=call.v_silu, INITIAL=tail is not None and W > 1,
+        FINAL=new_tail is not None and W > 1, num_warps=4,
     )  # fmt: skip
     return outputs
 
 
+def _fake_prompt_inputs(call: PromptInputsCall):
+    return tuple(call.q.new_empty(0) if x is None else x for x in _empty_outputs(call))
+
+
 @operator(_fake_prompt_inputs)
 def prompt_inputs_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head_dim: int, weight: torch.Tensor | None,
-    tail: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, k_offset: torch.Tensor | None,
-    qk_silu: bool, v_silu: bool, window_heads: int, final: bool, kv_repeats: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    call: PromptInputsCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of the state, q and k of the window, and the new tail; what is not computed is empty."""
-    outputs = _prompt_inputs(
-        q, k, v, head_dim, weight, tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, final, kv_repeats
-    )
-    return tuple(q.new_empty(0) if x is None else x for x in outputs)  # type: ignore[return-value]
+    outputs = _prompt_inputs(call)
+    return tuple(call.q.new_empty(0) if x is None else x for x in outputs)  # type: ignore[return-value]
 
 
-_operator = Registered(_prompt_inputs, prompt_inputs_op.op)
+_operator = Registered(_prompt_inputs, prompt_inputs_op.op, prompt_inputs_op.calls)
 
 
 def prompt_inputs_triton(call: PromptInputsCall) -> PromptInputs:
@@ -254,9 +244,9 @@ def prompt_inputs_triton(call: PromptInputsCall) -> PromptInputs:
     check_supported(call.q.dtype, call.head_dim, call.head_dim)
     if call.conv_weight is not None and call.conv_weight.shape[1] > MAX_TAPS:
         raise NotImplementedError(f"{call.conv_weight.shape[1]} taps: the kernel takes up to {MAX_TAPS}")
-    q, k, v, window_q, window_k, tail = _operator(*call)
+    q, k, v, window_q, window_k, tail = _operator(call)
     if v is None or not v.numel():  # nothing changes it
         v = call.v.view(*call.v.shape[:2], -1, call.head_dim)
     if not call.window_heads:
         window_q = window_k = None
-    return PromptInputs(q, k, v, window_q, window_k, tail if call.output_tail else None)
+    return PromptInputs(q, k, v, window_q, window_k, tail if call.output_tail else None)  # type: ignore[arg-type]

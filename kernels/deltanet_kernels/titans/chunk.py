@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.chunk_layout import ChunkLayout
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
-from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.titans.state import TitansState, check_titans
 
 CHUNK = 64

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import to_states
-from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.ttt.grid import Grid
 from deltanet_kernels.ttt.linear import linear_chunks
 from deltanet_kernels.ttt.norm import norm_batches

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import spans, to_states
-from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.ttt.inner_norm import loss_gradient, normalise, with_one
 from deltanet_kernels.ttt.state import InnerNorm, TTTState, check_ttt
 

@@ -3,15 +3,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.common.config import check_supported, product_precision
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.registration import differentiable_call, operator
 from deltanet_kernels.common.sequences import cut_chunks
-from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import key_heads, window_config
 from deltanet_kernels.window.forward import forward_kernel
@@ -32,55 +32,71 @@ def strided(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
     return rows, [stride for x in rows for stride in x.stride()[:3]]
 
 
-def _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap, edge):
+class Upstream(NamedTuple):
+    """The gradients of the output and of the log-sum-exp."""
+
+    do: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+class Kept(NamedTuple):
+    """The results of the forward pass, which the backward pass reads."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+
+
+class OtherForm(NamedTuple):
+    """Contiguous keys and values that queries see of the tokens before their own group of `group`; none by default."""
+
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    group: int = 0
+
+
+def _fake_window_forward(call: WindowCall):
+    q = call.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_window_forward)
-def window_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, window: int, sinks: int,
-    scale: float, softcap: float | None, edge: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def window_forward(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
-    (q, k, v), strides = strided(q, k, v)
+    (q, k, v), strides = strided(*call[:3])
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    window, sinks = reach_within(window, sinks, T)
+    window, sinks = reach_within(call.window, call.sinks, T)
     config = window_config("forward", D, sinks, q.dtype)
-    chunks = cut_chunks(B, T, config.M, cu_seqlens)
-    o, lse = _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap, edge)
+    chunks = cut_chunks(B, T, config.M, call.cu_seqlens)
+    o, lse = _fake_window_forward(call)
     if chunks.varlen:
         o.zero_()
         lse.zero_()
     launch(
         forward_kernel, chunks.count * HQ,
-        q, k, v, o, lse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, window, scale, *strides,
+        q, k, v, o, lse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, window, call.factor, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, BD=config.D, VARLEN=chunks.varlen,
-        STAGES=config.stages, CAP=softcap, PRECISION=product_precision("auto", q.dtype), EDGE=edge,
+        STAGES=config.stages, CAP=call.softcap, PRECISION=product_precision("auto", q.dtype), EDGE=call.edge,
         num_warps=config.warps,
     )  # fmt: skip
     return o, lse
 
 
-def _fake_window_backward(do, dlse, q, k, v, *rest):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _fake_window_backward(upstream: Upstream, call: WindowCall, kept: Kept, other: OtherForm):
+    return tuple(x.new_empty(x.shape) for x in call[:3])
 
 
 @operator(_fake_window_backward)
 def window_backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, cu_seqlens: torch.Tensor | None, window: int, sinks: int, scale: float,
-    softcap: float | None, keys: torch.Tensor | None = None, values: torch.Tensor | None = None, group: int = 0,
-    edge: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v.
-
-    With keys and values, contiguous, queries see the tokens before their own group of so many in this form; its
-    gradients are added to those of k and v.
-    """
-    (q, k, v, do), strides = strided(q, k, v, do)
-    o, lse, dlse = o.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    upstream: Upstream, call: WindowCall, kept: Kept, other: OtherForm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, to which those of their other form are added."""
+    (q, k, v, do), strides = strided(*call[:3], upstream.do)
+    o, lse = (x.contiguous() for x in kept)
+    dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
+    (keys, values, group), scale, cu_seqlens = other, call.factor, call.cu_seqlens
+    softcap, edge = call.softcap, call.edge
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    window, sinks = reach_within(window, sinks, T)
+    window, sinks = reach_within(call.window, call.sinks, T)
     config = window_config("gradients_q", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
     make = torch.zeros if chunks.varlen else torch.empty
@@ -121,23 +137,11 @@ def window_backward(
     return dq, dk, dv
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens, *ctx.reach = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+def _backward(upstream: Upstream, call: WindowCall, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return window_backward(upstream, call, kept, OtherForm())
 
 
-def _backward(ctx, do, dlse):
-    q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
-    if do is None:
-        do = torch.zeros_like(o)
-    *reach, edge = ctx.reach
-    grads = window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, *reach, None, None, 0, edge)
-    return *grads, None, None, None, None, None, None
-
-
-gradient("window_forward", _backward, _setup_context)
-_attention = differentiable(window_forward, _backward, _setup_context)
+_attention = differentiable_call(window_forward, _backward, ("q", "k", "v"), Upstream, Kept)
 
 
 def window_attention_triton(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,6 +152,4 @@ def window_attention_triton(call: WindowCall) -> tuple[torch.Tensor, torch.Tenso
     """
     D = call.q.shape[3]
     check_supported(call.q.dtype, D, D)
-    reach = call.window, call.sinks, call.factor, call.softcap, call.edge
-    o, lse = _attention(call.q, call.k, call.v, call.cu_seqlens, *reach)
-    return o, lse
+    return _attention(call)

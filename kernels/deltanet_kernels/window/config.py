@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from deltanet_kernels.common.config import tile_width
 from deltanet_kernels.common.registration import cached
 from deltanet_kernels.common.sizes import power_of_two
-from deltanet_kernels.gated_delta_rule.config import tile_width
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.online_softmax import HIDDEN, LOG2E
 from deltanet_kernels.window.softcap import cap_score
-from deltanet_kernels.window.tiles import (
-    HIDDEN,
-    LOG2E,
-    in_sinks,
-    in_window,
-    is_partly_seen,
-    load_rows,
-    locate_tile,
-    store_rows,
-)
+from deltanet_kernels.window.tiles import in_sinks, in_window, is_partly_seen, load_rows, locate_tile, store_rows
 
 
 @triton.jit

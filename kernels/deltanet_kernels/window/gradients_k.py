@@ -11,9 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.online_softmax import HIDDEN, LOG2E
 from deltanet_kernels.common.sequences import locate_row
 from deltanet_kernels.window.softcap import tanh
-from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_window, load_rows, locate_tile, store_rows
+from deltanet_kernels.window.tiles import in_window, load_rows, locate_tile, store_rows
 
 
 @triton.jit(do_not_specialize=["T", "window"])

@@ -52,25 +52,23 @@ def keep_kernel(
             tl.store(count + b, end)
 
 
-def _fake_window_keep(k, v, window, sinks, length):
+def _fake_window_keep(call: WindowKeepCall):
+    k, places = call.k, call.window + call.sinks
     B, _, HK, D = k.shape
-    places = (B, HK, window + sinks, D)
-    numbers = k.new_empty((B, window + sinks), dtype=torch.int32)
-    return k.new_empty(places), v.new_empty(places), numbers, numbers.new_empty((B,))
+    numbers = k.new_empty((B, places), dtype=torch.int32)
+    return *(x.new_empty((B, HK, places, D)) for x in (k, call.v)), numbers, numbers.new_empty((B,))
 
 
 @operator(_fake_window_keep)
-def window_keep_op(
-    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, length: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def window_keep_op(call: WindowKeepCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """keys and values [B, HK, window + sinks, D], numbers [B, window + sinks] int32, count [B] int32."""
-    B, T, HK, D = k.shape
-    cache = _fake_window_keep(k, v, window, sinks, length)
-    (k, k_row), (v, v_row) = rows(k), rows(v)
+    (B, T, HK, D), window, sinks = call.k.shape, call.window, call.sinks
+    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = _fake_window_keep(call)
+    (k, k_row), (v, v_row) = rows(call.k), rows(call.v)
     BD = power_of_two(D, 1)
     BP = max(1, min(TILE // BD, power_of_two(window + sinks, 1)))
     launch(
-        keep_kernel, B * HK * cdiv(window + sinks, BP), k, v, *cache, length, T,
+        keep_kernel, B * HK * cdiv(window + sinks, BP), k, v, *cache, call.length, T,
         HK=HK, D=D, BD=BD, WINDOW=window, SINKS=sinks, BP=BP, K_ROW=k_row, V_ROW=v_row, num_warps=4,
     )  # fmt: skip
     return cache
@@ -78,5 +76,4 @@ def window_keep_op(
 
 def window_keep_triton(call: WindowKeepCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_keep` in Triton, for checked arguments."""
-    keys, values, numbers, count = window_keep_op(*call)
-    return keys, values, numbers, count
+    return window_keep_op(call)

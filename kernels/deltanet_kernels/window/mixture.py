@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.config import check_supported
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
-from deltanet_kernels.gated_delta_rule.config import check_supported
 from deltanet_kernels.window.calls import WindowMixtureCall
 
 TILE = 2048  # elements per program
@@ -60,34 +60,28 @@ def mixture_kernel(
     tl.store(y + at, (n_RD + share[:, None] * (f_RD - n_RD)).to(y.dtype.element_ty), mask=m)
 
 
-def _fake_window_mixture(
-    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps, edge
-):  # fmt: skip
-    return near.new_empty(near.shape)
+def _fake_window_mixture(call: WindowMixtureCall):
+    return call.near.new_empty(call.near.shape)
 
 
 @operator(_fake_window_mixture)
-def window_mixture_op(
-    near: torch.Tensor, lse: torch.Tensor, far: torch.Tensor, share_logit: torch.Tensor, far_slope: torch.Tensor,
-    near_slope: torch.Tensor, places: int, reach: int | None, numbers: torch.Tensor | None, z: torch.Tensor | None,
-    norm_weight: torch.Tensor | None, eps: float, edge: int,
-) -> torch.Tensor:  # fmt: skip
+def window_mixture_op(call: WindowMixtureCall) -> torch.Tensor:
     """y [B, T, H, D]."""
-    B, T, H, D = near.shape
-    y = near.new_empty(near.shape)
-    (far, far_row), (share_logit, s_row) = rows(far), rows(share_logit)
-    z, z_row = (None, 0) if z is None else rows(z)
+    B, T, H, D = call.near.shape
+    y = call.near.new_empty(call.near.shape)
+    (far, far_row), (share_logit, s_row) = rows(call.far), rows(call.share_logit)
+    z, z_row = (None, 0) if call.z is None else rows(call.z)
     BD = power_of_two(D, 1)
     ROWS = max(1, TILE // BD)
-    near, lse, far_slope, near_slope = (x.contiguous() for x in (near, lse, far_slope, near_slope))
-    numbers, norm_weight = (None if x is None else x.contiguous() for x in (numbers, norm_weight))
+    near, lse, far_slope, near_slope = (x.contiguous() for x in (call.near, call.lse, call.far_slope, call.near_slope))
+    numbers, norm_weight = (None if x is None else x.contiguous() for x in (call.numbers, call.norm_weight))
     launch(
         mixture_kernel, cdiv(B * T * H, ROWS),
         near, lse, far, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, B * T,
-        T if numbers is None else numbers.numel(), eps,
-        H=H, D=D, BD=BD, ROWS=ROWS, PLACES=places, REACH=ALL if reach is None else reach,
+        T if numbers is None else numbers.numel(), call.eps,
+        H=H, D=D, BD=BD, ROWS=ROWS, PLACES=call.places, REACH=ALL if call.reach is None else call.reach,
         WEIGHTS=0 if norm_weight is None else norm_weight.numel() // D, NUMBERS=numbers is not None,
-        GATE=z is not None, FAR_ROW=far_row, S_ROW=s_row, Z_ROW=z_row, EDGE=edge, num_warps=4,
+        GATE=z is not None, FAR_ROW=far_row, S_ROW=s_row, Z_ROW=z_row, EDGE=call.edge, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -100,5 +94,4 @@ def window_mixture_triton(call: WindowMixtureCall) -> torch.Tensor:
     """
     D = call.near.shape[3]
     check_supported(call.near.dtype, D, D)
-    y: torch.Tensor = window_mixture_op(*call)
-    return y
+    return window_mixture_op(call)

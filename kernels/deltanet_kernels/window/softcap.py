@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.window.tiles import LOG2E
+from deltanet_kernels.common.online_softmax import LOG2E
 
 
 @triton.jit

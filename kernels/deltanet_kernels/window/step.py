@@ -20,48 +20,17 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.common.config import check_supported, product_precision
 from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.online_softmax import HIDDEN, LOG2E, LOGE2, add_tile
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.common.slots import row_size
+from deltanet_kernels.common.token_step import COUNT_BITS, MAX_PROGRAMS, take_ticket, turned
 from deltanet_kernels.flash_decoding.config import decode_config
-from deltanet_kernels.flash_decoding.kernels import add_tile
-from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
 from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.softcap import cap_score
-from deltanet_kernels.window.tiles import HIDDEN, LOG2E, LOGE2
-
-COUNT_BITS = 23  # of the 31 below the sign; the tickets have the others
-MAX_PROGRAMS = 2 ** (31 - COUNT_BITS) - 1  # per row
-
-
-@triton.jit
-def take_ticket(count, b, live, PROGRAMS: tl.constexpr, COUNT_BITS: tl.constexpr):
-    """The number of the row's token, or of its last one if it is padding; the last program writes it."""
-    if PROGRAMS == 1:
-        number = tl.load(count + b) + live
-        tl.store(count + b, number)
-    else:
-        taken = tl.atomic_add(count + b, 1 << COUNT_BITS, sem="relaxed")
-        number = (taken & ((1 << COUNT_BITS) - 1)) + live
-        tl.store(count + b, number, mask=(taken >> COUNT_BITS) == PROGRAMS - 1)
-    return number
-
-
-@triton.jit
-def turned(
-    x, cos, sin, b, d, m, R: tl.constexpr, ROPE_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Channels d (masked by m) of the heads at x in float32; the first R are rotated, then rounded as in the cache."""
-    y = tl.load(x + d, mask=m, other=0.0).to(tl.float32)
-    if R > 0:
-        partner = tl.load(x + tl.where(d < R // 2, d + R // 2, d - R // 2), mask=m & (d < R), other=0.0).to(tl.float32)
-        at = (b if ROPE_ROWS else b * 0) * R + d
-        y = y * tl.load(cos + at, mask=d < R, other=1.0).to(tl.float32)
-        y += tl.where(d < R // 2, -partner, partner) * tl.load(sin + at, mask=d < R, other=0.0).to(tl.float32)
-        y = y.to(x.dtype.element_ty).to(tl.float32)
-    return y
 
 
 @triton.jit
@@ -127,28 +96,25 @@ def step_kernel(
         tl.store(numbers + place, n)
 
 
-def _fake_step(q, *_):
+def _fake_step(call: WindowStepCall):
+    q = call.q
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_step, mutates=("keys", "values", "numbers", "count"))
-def window_step_op_(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, keys: torch.Tensor,
-    values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, scale: float, padding: torch.Tensor | None,
-    softcap: float | None, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def window_step_op_(call: WindowStepCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o [B, 1, HQ, D] and lse [B, 1, HQ], and update the cache in place."""
-    (B, _, HQ, D), HK = q.shape, k.shape[2]
-    o, lse = _fake_step(q)
-    config = decode_config(D, q.dtype)
-    (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
-    dense = [None if x is None else x.contiguous() for x in (padding, cos, sin)]
+    (B, _, HQ, D), HK = call.q.shape, call.k.shape[2]
+    keys, values, numbers, count = cache = call[5:9]
+    o, lse = _fake_step(call)
+    config = decode_config(D, call.q.dtype)
+    (q, q_row), (k, k_row), (v, v_row) = rows(call.q), rows(call.k), rows(call.v)
+    padding, cos, sin = (None if x is None else x.contiguous() for x in (call.padding, call.cos, call.sin))
     launch(
         step_kernel, B * HK,
-        q, k, v, keys, values, numbers, count, *dense, o, lse, slots, scale,
-        HK=HK, GROUP=HQ // HK, D=D, WINDOW=window, SINKS=sinks, BM=power_of_two(HQ // HK), BN=config.N, BD=config.D,
-        PADDING=padding is not None, CAP=softcap, R=0 if cos is None else cos.shape[2],
+        q, k, v, *cache, padding, cos, sin, o, lse, call.slots, call.factor,
+        HK=HK, GROUP=HQ // HK, D=D, WINDOW=call.window, SINKS=call.sinks, BM=power_of_two(HQ // HK), BN=config.N,
+        BD=config.D, PADDING=padding is not None, CAP=call.softcap, R=0 if cos is None else cos.shape[2],
         ROPE_ROWS=cos is not None and cos.shape[0] > 1, Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, KEYS_ROW=row_size(keys),
         VALUES_ROW=row_size(values), NUMBERS_ROW=row_size(numbers), COUNT_ROW=row_size(count), COUNT_BITS=COUNT_BITS,
         EXACT=q.dtype == torch.float32, STAGES=config.stages, PRECISION=product_precision("auto", q.dtype),
@@ -168,5 +134,4 @@ def window_step_triton_(call: WindowStepCall) -> tuple[torch.Tensor, torch.Tenso
     check_supported(call.q.dtype, D, D)
     if HK > MAX_PROGRAMS:
         raise NotImplementedError(f"{HK} key heads: the kernel takes up to {MAX_PROGRAMS}")
-    found: tuple[torch.Tensor, torch.Tensor] = window_step_op_(*call[:9], call.factor, *call[10:])
-    return found
+    return window_step_op_(call)

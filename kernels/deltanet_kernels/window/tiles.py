@@ -8,10 +8,6 @@ import triton.language as tl
 
 from deltanet_kernels.common.sequences import locate_chunk
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LOGE2 = tl.constexpr(0.6931471805599453)
-HIDDEN = tl.constexpr(-1e30)  # the score of a token out of sight: finite, because -inf - -inf is NaN
-
 
 @triton.jit
 def locate_tile(c, cu_seqlens, row_of_chunk, first_chunk, T, C: tl.constexpr, VARLEN: tl.constexpr):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+from deltanet_kernels.common.heads import l2_normalize
 
 Rule = Callable[..., torch.Tensor]
 
