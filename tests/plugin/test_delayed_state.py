@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
@@ -19,6 +20,7 @@ from deltanet_hf.mixers.layer.delayed_state import as_waiting
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
 from support.float64 import Float64
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student
@@ -85,6 +87,9 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         )
         scores = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * branch.scale
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
+        if state is not None and t == left + GROUP * branch.groups and mixer.settings.state_dtype == "int8":
+            codes, scale = rounded_to_8_bits(state["state"])  # after the read of the first token of a group
+            state = {**state, "state": codes * scale.unsqueeze(-1)}
         far = mixer.gated_norm(far, mixer.project(x[:, now]).gate)
         count = t + 1 - len(seen)
         logit = branch.share_proj(x[:, now]) + branch.slopes.far_slope * math.log(max(count, 1))
@@ -220,7 +225,7 @@ def test_a_text_that_fits_into_the_window_gets_the_teachers_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bits": 8}, {"bits": 4, "state_dtype": "int8"}, {"bits": 4, "sinks": 0, "output_gate": False}], ids=str
+    "changes", [{"bits": 8}, {"bits": 4, "state_dtype": "int8"}, {"bits": 4, "output_gate": False}], ids=str
 )
 @torch.no_grad()
 def test_the_fast_form(changes: dict[str, Any]) -> None:
@@ -253,21 +258,24 @@ def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
     exact_model, exact = layer(bits=4)
     x = inputs(200, batch=1)
     cache, other = DynamicCache(config=model.config), DynamicCache(config=exact_model.config)
-    seen = []
+    seen, outputs = [], []
     for t in range(200):
         at = angles(model, x[:, t : t + 1], torch.tensor([[t]]))
-        for one, held in ((kind, cache), (exact, other)):
-            one(x[:, t : t + 1], at, past_key_values=held)
+        outputs.append(kind(x[:, t : t + 1], at, past_key_values=cache)[0])
+        exact(x[:, t : t + 1], at, past_key_values=other)
         state, wanted = cache.layers[0].state, other.layers[0].state["state"]
         seen.append(state["state"].clone())
         assert t % GROUP == 0 or torch.equal(seen[-1], seen[-2])
         error = (state["state"] * state["state_scale"].unsqueeze(-1) - wanted).abs().amax(-1)
         assert (error <= 0.51 * max(0, t // GROUP - 1) * state["state_scale"]).all()
     assert error.max() > 0
+    close(torch.cat(outputs, 1), by_definition(model, kind, x))
 
 
-def test_what_a_rule_with_another_read_refuses() -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="delayed: got true, but the state of comba"):
         layer("comba")
     with pytest.raises(ValueError, match="delayed: got true, needs a window"):
         layer(conv_size=4)
+    with pytest.raises(UserError, match=r"got 3 sinks beside a state of .*, which needs 4 in 8 bits"):
+        layer(sinks=3, bits=8)

@@ -37,9 +37,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "window": lambda: tiny_student("llama", mixer="window", window=40, sinks=2),
     "heads in 4 bits": lambda: set_cache_bits(tiny_mixture("llama", mixed_table("softmax", "window", window=40)), 4),
     "heads of all kinds": lambda: tiny_mixture("llama", mixed_mixture_table()),
-    "states and windows": lambda: tiny_student("llama", mixer="gated_deltanet+window", window=40, sinks=2),
+    "states and windows": lambda: tiny_student("llama", mixer="gated_deltanet+window", window=33, sinks=2),
     "states and windows in 4 bits": lambda: set_cache_bits(
-        tiny_student("llama", mixer="gated_deltanet+window", window=40, sinks=2), 4
+        tiny_student("llama", mixer="gated_deltanet+window", window=33), 4
     ),
     "convolutions": lambda: tiny_student("llama", profile="qwen3_5"),
     "another rule": lambda: tiny_student("llama", mixer="titans"),

@@ -152,7 +152,7 @@ def test_a_snapshot_copies_states_only() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("length", [5, 32, 103])
+@pytest.mark.parametrize("length", [5, 32, 95, 96, 97])
 @torch.no_grad()
 def test_packed_caches(bits: int, length: int, tmp_path: Path) -> None:
     model = set_cache_bits(tiny_mixture("llama", mixed_mixture_table()), bits)

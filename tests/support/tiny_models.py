@@ -94,9 +94,7 @@ def mixed_table(*heads: str, **changes: Any) -> LayerTable:
 
 def mixed_mixture_table() -> LayerTable:
     """Layers with different mixed heads beside a softmax layer; the linear heads of some have a window too."""
-    both = LayerTable.preset(
-        1, "gated_deltanet+window", window=5, sinks=2, state_dtype="float32"
-    ).only_kind.settings.to_dict()
+    both = LayerTable.preset(1, "gated_deltanet+window", window=5, state_dtype="float32").only_kind.settings.to_dict()
     kinds = {
         "near": mixed_heads("window", "linear"),
         "far": mixed_heads("linear", "softmax", linear=both),

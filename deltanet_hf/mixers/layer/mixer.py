@@ -213,7 +213,7 @@ class Mixer(LayerKind, nn.Module):
         """Of the window; a mixer without one keeps no keys and values.
 
         Raises:
-            UserError: more sinks than the packed form has.
+            UserError: numbers of sinks that the packed form does not have.
         """
         if self.window_branch is not None:
             self.window_branch.cache_bits = bits

@@ -23,6 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED_ROWS, PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
@@ -35,7 +36,7 @@ from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.packed_cache.layout import GROUP
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS
 from deltanet_kernels.window.cpu import attention
 
 
@@ -104,7 +105,18 @@ class WindowBranch(Part):
 
     @property
     def kept(self) -> PackedReach:
+        """What a cache in less than 16 bits keeps.
+
+        Raises:
+            UserError: more sinks than the packed form has, or fewer beside a state of what has left the window: the
+                first tokens are not packed, and such a state is written from packed tokens.
+        """
         order = getattr(self, "key_order", None)
+        if self.delayed and self.sinks < SINKS:
+            raise UserError(
+                f"cache bits: got {self.sinks} sinks beside a state of what has left the window, which needs {SINKS} "
+                f"in {self.cache_bits} bits; set them so, or use 16 bits"
+            )
         return replace(PackedReach.of(self.cache_bits, self.window, self.sinks, None, order), edge=self.edge)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
