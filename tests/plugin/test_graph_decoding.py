@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from deltanet_hf import LayerTable
 from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs, serve
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.evaluation.ablations import switch_off_state
@@ -178,6 +179,16 @@ def test_packed_keys_and_values(name: str, recorder: Recorder, monkeypatch: pyte
         assert (differences < 5e-6).float().mean() > 0.6
     assert recorder.recorded >= 2
     assert recorder.replayed
+
+
+@pytest.mark.parametrize(("bits", "state_dtype"), [(4, "int8"), (16, "float32")])
+def test_groups_leave_a_window(bits: int, state_dtype: str, recorder: Recorder) -> None:
+    """Before the tokens 64 and 96 of each row, which padding sets apart."""
+    table = LayerTable.preset(2, "gated_deltanet+window", window=33, state_dtype=state_dtype)
+    model = set_cache_bits(tiny_mixture("llama", table), bits)
+    check_same(model, tokens=95)
+    assert decoded_by(model) == "CUDA graph"
+    assert (recorder.recorded, recorder.replayed) == (1, 93)
 
 
 def test_under_the_compiler_softmax_layers_attend_by_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
