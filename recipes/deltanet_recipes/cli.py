@@ -81,7 +81,7 @@ COMMANDS = {
         "deltanet_recipes.command",
         "data",
         f"Tokenise the text of a recipe, without documents that overlap with evaluation texts.\n\n{KEYS}"
-        "Example: `deltanet-hf data smollm2-135m-heads-10m student=smol`",
+        "Example: `deltanet-hf data smollm2-135m-windows student=smol`",
     ),
     "align": Subcommand(
         "Train",
@@ -95,7 +95,7 @@ COMMANDS = {
         "deltanet_recipes.command",
         "distill",
         "Run all training stages of a recipe. After an interruption, the same command continues the run.\n\n"
-        f"{KEYS}Example: `deltanet-hf distill smollm2-135m-heads-10m student=smol output=runs/b`",
+        f"{KEYS}Example: `deltanet-hf distill smollm2-135m-windows student=smol output=runs/b`",
     ),
     "report": Subcommand(
         "Measure",

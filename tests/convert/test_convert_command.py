@@ -74,12 +74,12 @@ STAYS = layer("softmax", 0, 8, "softmax")
 @pytest.mark.parametrize(
     ("kl", "teacher", "layers", "begins", "command"),
     [
-        (0.01, ("llama", 1e8), [layer("window 9", 0), STAYS], "Close to", "smollm2-135m-heads-10m"),
+        (0.01, ("llama", 1e8), [layer("window 9", 0), STAYS], "Close to", "smollm2-135m-windows"),
         (0.13, ("gemma3_text", 1e9), [layer("window 9", 0)], "Apart from its teacher. Training", "qwen3-0.6b"),
         (0.01, ("llama", 3e9), [layer("window 9", 0)], "Close to", "llama-3.2-1b"),
         (0.01, ("llama", 7e9), [layer("window 9", 0)], "Close to", "llama-3.1-8b"),
         (0.04, ("qwen2", 5e8), [layer("Gated DeltaNet + window 9")], "Close to", "qwen2.5-coder-0.5b"),
-        (0.24, ("llama", 1e8), [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m-4bit-10m"),
+        (0.24, ("llama", 1e8), [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m"),
         (0.77, ("llama", 1e8), [layer("Gated DeltaNet")], "Far from its teacher: train it", "smollm2-135m-10m"),
         (0.0, ("qwen2", 6e8), [layer("FoX", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
         (0.0, ("llama", 1e8), [layer("FoX", 1, 9)], "Close to", "smollm2-135m-10m stages.distil.ce_weight=1"),

@@ -16,7 +16,7 @@ from deltanet_recipes.cli import build_app
 from deltanet_recipes.config import read_recipe
 from measuring.study.provenance import commands, conversion, flags, training
 
-RECIPE = "smollm2-135m-4bit-10m"
+RECIPE = "smollm2-135m"
 DEFAULT = "deltanet-hf convert T student --keep layers:1,3 --mixer gated_deltanet+window --cache-bits 16"
 
 

@@ -21,8 +21,8 @@ LARGER = {  # recipes of larger models by their parameters; of other families, t
     "qwen3": {0.6e9: "qwen3-0.6b", 2.0e9: "qwen3-1.7b", 8.2e9: "qwen3-8b"},
 }
 # Recipes, and what they were measured to do (docs/results.md, docs/gated-deltanet.md, docs/mixers.md).
-WINDOWS = "smollm2-135m-heads-10m", "9.9M tokens halved SmolLM2-135M's KL on texts of 8k tokens"
-WITH_STATES = "smollm2-135m-4bit-10m", "9.9M tokens brought SmolLM2-135M with ten whole heads to 0.008"
+WINDOWS = "smollm2-135m-windows", "9.9M tokens halved SmolLM2-135M's KL on texts of 8k tokens"
+WITH_STATES = "smollm2-135m", "9.9M tokens brought SmolLM2-135M with ten whole heads to 0.008"
 STATES = "smollm2-135m-10m", "9.9M tokens brought SmolLM2-135M to 0.20, with seven whole layers to 0.09"
 ADDED = "smollm2-135m-10m stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
 
