@@ -3,6 +3,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -104,21 +105,20 @@ def window_backward(
     delta = torch.empty_like(lse)
     parts = lse.new_empty(chunks.count, 2, HQ, sinks, D)
     sums = lse.new_empty(chunks.rows, 2, HK, sinks, D)
-    sizes: dict[str, Any] = {"HQ": HQ, "HK": HK, "D": D, "SINKS": sinks, "BD": config.D, "VARLEN": chunks.varlen}
+    sizes: dict[str, Any] = {"HQ": HQ, "HK": HK, "D": D, "SINKS": sinks}
     precision = product_precision("auto", q.dtype)
     lengths = (T, None if keys is None else keys.shape[1])
     launch(
         gradients_q_kernel, chunks.count * HQ,
         q, k, v, o, do, lse, dlse, dq, delta, parts, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys,
-        values, *lengths, window, scale, *strides, **sizes, BM=config.M, BN=config.N, BS=config.S,
-        DLSE=dlse is not None, STAGES=config.stages, CAP=softcap, GROUP=group, PRECISION=precision,
+        values, *lengths, window, scale, *strides, **sizes, TILE=config, CAP=softcap, GROUP=group, PRECISION=precision,
         EDGE=edge, num_warps=config.warps,
     )  # fmt: skip
     if sinks:
         launch(
             sink_sums_kernel, chunks.rows * 2 * HK * sinks,
-            parts, sums, chunks.cu_seqlens, chunks.first_chunk, T, window, **sizes, BM=config.M, ROWS=PARTS,
-            num_warps=4,
+            parts, sums, chunks.cu_seqlens, chunks.first_chunk, T, window, **sizes, BM=config.M, BD=config.D,
+            VARLEN=chunks.varlen, ROWS=PARTS, num_warps=4,
         )  # fmt: skip
     config = window_config("gradients_k", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.N, cu_seqlens)
@@ -129,8 +129,8 @@ def window_backward(
     launch(
         gradients_k_kernel, chunks.count * (HQ // heads),
         q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys, values,
-        *lengths, window, scale, k.numel(), *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages,
-        CAP=softcap, GROUP=group, HEADS=heads, PRECISION=precision, EDGE=edge, num_warps=config.warps,
+        *lengths, window, scale, k.numel(), *strides, **sizes, TILE=replace(config, heads=heads), CAP=softcap,
+        GROUP=group, PRECISION=precision, EDGE=edge, num_warps=config.warps,
     )  # fmt: skip
     if summed > 1:
         dk, dv = (x.sum(0).to(k.dtype) for x in (dk, dv))

@@ -13,7 +13,7 @@ from deltanet_kernels.common.sizes import power_of_two
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """Queries and keys per tile, sinks per tile, channels of a tile, warps and pipeline stages.
+    """Queries and keys per tile, sinks per tile, channels of a tile, warps and pipeline stages, and `key_heads`.
 
     Narrow tiles waste less at the window's ends: a tile of M queries loads window + M - 1 keys.
     """
@@ -24,6 +24,7 @@ class WindowConfig:
     D: int
     warps: int
     stages: int
+    heads: int = 1
 
 
 @cached

@@ -50,20 +50,20 @@ def sink_sums_kernel(
 def _add(
     dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, begin, inner, outer, end, length, window, d, factor,
     q_token, q_head, do_token, do_head,
-    HQ: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    CAP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    HQ: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale and dv with the queries from `begin` to `end` of HEADS heads, of which those from `inner` to `outer`
-    see all of the keys.
+    """dk / scale and dv with the queries from `begin` to `end` of TILE.heads heads, of which those from `inner` to
+    `outer` see all of the keys.
 
     Where OWN is not None, only with those in the same (True) or in another (False) group of GROUP tokens. Rows of zeros
     stand for the queries behind the last, which add nothing.
     """
-    for member in range(HEADS):
+    for member in range(TILE.heads):
         q_at = q + member * q_head
         do_at = do + member * do_head
-        for start in tl.range(begin, end, BM, num_stages=STAGES):
-            i = start + tl.arange(0, BM)
+        for start in tl.range(begin, end, TILE.M, num_stages=TILE.stages):
+            i = start + tl.arange(0, TILE.M)
             q_MD = load_rows(q_at, i, q_token, length, d, D)
             do_MD = load_rows(do_at, i, do_token, length, d, D)
             at = i.to(tl.int64) * HQ + member
@@ -75,7 +75,7 @@ def _add(
                 s = u * (CAP * LOG2E)
             s = s - top[None, :]
             dp = tl.dot(v_ND, tl.trans(do_MD), input_precision=PRECISION)
-            if (start < inner) | (start + BM > outer):
+            if (start < inner) | (start + TILE.M > outer):
                 seen = in_window(i[None, :], j[:, None], window, EDGE)
                 if OWN is not None:
                     seen = seen & (((i // GROUP)[None, :] == (j // GROUP)[:, None]) == OWN)
@@ -94,14 +94,17 @@ def gradients_k_kernel(
     q, k, v, do, lse, delta, sums, dk, dv, cu_seqlens, row_of_chunk, first_chunk, seen_k, seen_v, T, packed, window,
     scale, part,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk of BN keys, key head and HEADS of its query heads; it reads BM queries at a time.
+    """One program per chunk of TILE.N keys, key head and TILE.heads query heads; it reads TILE.M queries at a time.
 
     Sums over different query heads are `part` numbers apart in dk and dv.
     """
+    BN: tl.constexpr = TILE.N
+    BD: tl.constexpr = TILE.D
+    HEADS: tl.constexpr = TILE.heads
+    VARLEN: tl.constexpr = cu_seqlens is not None
     PARTS: tl.constexpr = HQ // HK // HEADS
     x = tl.program_id(0) % PARTS
     h = tl.program_id(0) // PARTS % HK
@@ -128,7 +131,7 @@ def gradients_k_kernel(
         v_ND = load_rows(seen_v + far, j, HK * D, packed, d, D)
         dk_ND, dv_ND = _add(
             dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, inner, outer, end, length, window, d, factor,
-            q_token, q_head, do_token, do_head, HQ, GROUP, False, D, BM, STAGES, CAP, HEADS, PRECISION, EDGE,
+            q_token, q_head, do_token, do_head, HQ, GROUP, False, D, TILE, CAP, PRECISION, EDGE,
         )  # fmt: skip
         end = tl.minimum((position + valid + GROUP - 1) // GROUP * GROUP, end)
         outer = inner
@@ -136,7 +139,7 @@ def gradients_k_kernel(
     v_ND = load_rows(v + row * v_row + begin * v_token + h.to(tl.int64) * v_head, j, v_token, length, d, D)
     dk_ND, dv_ND = _add(
         dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, inner, outer, end, length, window, d, factor,
-        q_token, q_head, do_token, do_head, HQ, GROUP, OWN, D, BM, STAGES, CAP, HEADS, PRECISION, EDGE,
+        q_token, q_head, do_token, do_head, HQ, GROUP, OWN, D, TILE, CAP, PRECISION, EDGE,
     )  # fmt: skip
     dk_ND *= scale
     if (position < SINKS) & (x == 0):

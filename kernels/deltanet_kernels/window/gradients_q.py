@@ -45,11 +45,15 @@ def gradients_q_kernel(
     q, k, v, o, do, lse, dlse, dq, delta, parts, cu_seqlens, row_of_chunk, first_chunk, seen_k, seen_v, T, packed,
     window, scale,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BS: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, DLSE: tl.constexpr,
-    CAP: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk of BM queries and query head; parts is [chunks, 2, HQ, SINKS, D], dk before dv."""
+    """One program per chunk of TILE.M queries and query head; parts is [chunks, 2, HQ, SINKS, D], dk before dv."""
+    BM: tl.constexpr = TILE.M
+    BN: tl.constexpr = TILE.N
+    BS: tl.constexpr = TILE.S
+    BD: tl.constexpr = TILE.D
+    VARLEN: tl.constexpr = cu_seqlens is not None
     h = tl.program_id(0) % HQ
     c = tl.program_id(0) // HQ
     row, begin, flat, length, position, valid = locate_tile(c, cu_seqlens, row_of_chunk, first_chunk, T, BM, VARLEN)
@@ -67,7 +71,7 @@ def gradients_q_kernel(
     o_MD = load_rows(o + (flat * HQ + h) * D, i, HQ * D, length, d, D)
     at = (flat + i) * HQ + h
     delta_M = tl.sum(do_MD.to(tl.float32) * o_MD.to(tl.float32), axis=1)
-    if DLSE:
+    if dlse is not None:
         delta_M -= tl.load(dlse + at, mask=m_i, other=0.0)
     tl.store(delta + at, delta_M, mask=m_i)
     top = tl.load(lse + at, mask=m_i, other=0.0) * LOG2E
@@ -101,7 +105,7 @@ def gradients_q_kernel(
     if seen_k is not None:
         own = position // GROUP * GROUP
         at = (row * packed * HK + h // (HQ // HK)) * D
-        for start in tl.range(first, (position + valid - 1) // GROUP * GROUP, BN, num_stages=STAGES):
+        for start in tl.range(first, (position + valid - 1) // GROUP * GROUP, BN, num_stages=TILE.stages):
             j = start + tl.arange(0, BN)
             k_ND = load_rows(seen_k + at, j, HK * D, packed, d, D)
             v_ND = load_rows(seen_v + at, j, HK * D, packed, d, D)
@@ -109,7 +113,7 @@ def gradients_q_kernel(
             partly = is_partly_seen(start, position, own, window, BM, BN)
             dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION, partly)
         first = own
-    for start in tl.range(first, position + valid, BN, num_stages=STAGES):
+    for start in tl.range(first, position + valid, BN, num_stages=TILE.stages):
         j = start + tl.arange(0, BN)
         k_ND = load_rows(k, j, k_token, length, d, D)
         v_ND = load_rows(v, j, v_token, length, d, D)
