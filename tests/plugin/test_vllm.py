@@ -94,7 +94,7 @@ def test_models_without_softmax_layers(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ONE_NORM])
 def test_mixed_heads(model_type: str) -> None:
     skip_where_refused(model_type == "gpt_oss")
-    assert_equal(served_model(model_type, mixed_mixture_table()), prompts(*LENGTHS))
+    assert_equal(served_model(model_type, mixed_mixture_table(delayed=False)), prompts(*LENGTHS))
 
 
 def test_a_number_of_softmax_heads_that_does_not_divide_that_of_other_layers() -> None:
@@ -136,7 +136,7 @@ def test_the_layer_of_qwen3_5_between_its_gated_attention() -> None:
         tiny_table(layers=(0, 2), **NEAR),
         tiny_table(**NEAR),
         tiny_table(layers=(0, 2), mixer="path"),
-        mixed_mixture_table(),
+        mixed_mixture_table(delayed=False),
     ],
     ids=["hybrid", "states", "path", "mixed_heads"],
 )
@@ -239,7 +239,9 @@ def test_packed_tokens_of_all_and_of_no_softmax_layers(changes: dict[str, Any], 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_packed_single_heads(model_type: str) -> None:
-    assert_equal(served_model(model_type, packed(mixed_mixture_table())), prompts(*LENGTHS, 64, 32, 33), STEP)
+    assert_equal(
+        served_model(model_type, packed(mixed_mixture_table(delayed=False))), prompts(*LENGTHS, 64, 32, 33), STEP
+    )
 
 
 def test_packed_tokens_and_prefix_caching() -> None:
@@ -259,7 +261,7 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3,
     [
         mixture_table(),
         packed(mixture_table()),
-        packed(mixed_mixture_table()),
+        packed(mixed_mixture_table(delayed=False)),
         tiny_table(layers=(0, 2), mixer="kda"),
         tiny_table(layers=(0, 2), mixer="fox"),
     ],
@@ -350,7 +352,7 @@ RECORDED = {
     "window": tiny_table(layers=(0,), **WINDOW),
     "near, 4 bits": packed(tiny_table(layers=(0,), **NEAR)),
     "window, 4 bits": packed(tiny_table(layers=(0,), **WINDOW)),
-    "mixed heads, 4 bits": packed(mixed_mixture_table(), key_order=True),
+    "mixed heads, 4 bits": packed(mixed_mixture_table(delayed=False), key_order=True),
 }
 
 

@@ -92,9 +92,10 @@ def mixed_table(*heads: str, **changes: Any) -> LayerTable:
     return LayerTable({"mixed": mixed_heads(*heads, **changes)}, ("mixed",) * LAYERS)
 
 
-def mixed_mixture_table() -> LayerTable:
+def mixed_mixture_table(**changes: Any) -> LayerTable:
     """Layers with different mixed heads beside a softmax layer; the linear heads of some have a window too."""
-    both = LayerTable.preset(1, "gated_deltanet+window", window=5, state_dtype="float32").only_kind.settings.to_dict()
+    made = LayerTable.preset(1, "gated_deltanet+window", window=5, state_dtype="float32", **changes)
+    both = made.only_kind.settings.to_dict()
     kinds = {
         "near": mixed_heads("window", "linear"),
         "far": mixed_heads("linear", "softmax", linear=both),
