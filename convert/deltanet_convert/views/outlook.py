@@ -17,8 +17,8 @@ SMALL = 300_000_000  # parameters up to which the rates of SmolLM2-135M's recipe
 LARGER = "qwen3-0.6b"
 # Recipes, and what they were measured to do (docs/results.md, docs/gated-deltanet.md, docs/mixers.md).
 WINDOWS = "smollm2-135m-heads-10m", "9.9M tokens halved SmolLM2-135M's KL on texts of 8k tokens"
-WITH_STATES = "smollm2-135m-4bit-10m", "9.9M tokens brought SmolLM2-135M with ten whole heads to 0.008"
-STATES = "smollm2-135m-10m", "9.9M tokens brought SmolLM2-135M to 0.20, with seven whole layers to 0.09"
+WITH_STATES = "smollm2-135m-4bit-10m", "9.9M tokens brought SmolLM2-135M with ten full-attention heads to 0.008"
+STATES = "smollm2-135m-10m", "9.9M tokens brought SmolLM2-135M to 0.20, with seven full-attention layers to 0.09"
 ADDED = "smollm2-135m-10m stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
 
 
