@@ -26,7 +26,7 @@ from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, output_specs
 from .weight_origins import count_origins
 
-CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)  # of the cache table, as far as the teacher has positions
+CONTEXTS = (2048, 4096, 16384, 32768, 65536, 131072)  # of the cache table, as far as the teacher has positions
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
 
 

@@ -156,16 +156,16 @@ class ConvertOptions(Options):
         BeforeValidator(lambda tokens: parse_tokens(tokens, "--context") if isinstance(tokens, str) else tokens),
         Option(
             help="Tokens that the converted model reads, such as 32k, if these are more than the teacher's positions. "
-            "Windows keep the teacher's, whole heads get further ones (--positions). Only with --mixer window.",
+            "Windows keep the teacher's, full-attention heads get further ones (--positions). Needs --mixer window.",
             show_default="the teacher's",
         ),
     ] = None
     positions: Annotated[
         Literal["yarn", "nope", "cut"],
         Option(
-            help="Positions of whole heads with --context. `yarn`: the teacher's, stretched (YaRN). `nope`: none, with "
-            "scores that grow with the length; train such a model before use. `cut`: the teacher's, with longer "
-            "distances than its own cut (ReRoPE); only with --cache-bits 16.",
+            help="Positions of full-attention heads with --context. `yarn`: the teacher's, stretched (YaRN). `nope`: "
+            "none, with scores that grow with the length; train such a model before use. `cut`: the teacher's, with "
+            "longer distances than its own cut (ReRoPE); only with --cache-bits 16.",
             show_default="yarn",
         ),
     ] = "yarn"

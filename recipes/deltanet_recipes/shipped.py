@@ -74,7 +74,7 @@ def _list(shipped: dict[str, Path]) -> None:
         console.print(table)
     typer.echo(
         "Copy one: deltanet-hf recipes NAME --out FILE. Run one: deltanet-hf distill NAME student=FOLDER\n"
-        "To begin: smollm2-135m-windows, whose first lines have the commands for a GPU and for a CPU.",
+        "To begin: smollm2-135m, whose first lines have the commands.",
         err=True,
     )
 

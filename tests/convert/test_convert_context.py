@@ -38,7 +38,7 @@ def test_what_is_measured_is_the_model_that_is_loaded(tmp_path: Path, positions:
     assert kl > 1e-4
     assert report["plan"]["positions"] == {"kind": positions, "teacher": 128, "context": 512}
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
-    assert "It reads 512 tokens, the teacher 128: whole heads have " in card
+    assert "It reads 512 tokens, the teacher 128: full-attention heads have " in card
     assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["positions"]["kind"] == positions
 
 
@@ -46,7 +46,10 @@ def test_the_plan_says_how_far_both_read(tmp_path: Path) -> None:
     job = tiny_job(teacher_folder(tmp_path / "teacher", "llama"), tmp_path / "out", **WINDOWS)
     shown = io.StringIO()
     print_plan(job.plan, Console(file=shown, width=120))
-    assert "Reads 512 tokens, the teacher 128: whole heads have YaRN x 4, windows the teacher's" in shown.getvalue()
+    assert (
+        "Reads 512 tokens, the teacher 128: full-attention heads have YaRN x 4, windows the teacher's"
+        in shown.getvalue()
+    )
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

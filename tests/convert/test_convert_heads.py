@@ -230,8 +230,8 @@ def test_what_mixed_heads_drop_is_counted(tmp_path: Path) -> None:
     assert "mixed heads: softmax (1), Gated DeltaNet (1)" in text
     assert " per token" in text.split("mixed heads")[1].splitlines()[0]
     table = job.plan.cache_bytes
-    growth = (table[1]["converted"] - table[0]["converted"]) / (4096 - 1024)
-    assert growth * 2 == (table[1]["teacher"] - table[0]["teacher"]) / (4096 - 1024)  # 4 of 8 heads
+    growth = (table[1]["converted"] - table[0]["converted"]) / (4096 - 2048)
+    assert growth * 2 == (table[1]["teacher"] - table[0]["teacher"]) / (4096 - 2048)  # 4 of 8 heads
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

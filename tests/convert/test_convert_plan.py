@@ -163,7 +163,7 @@ def test_packed_cache_bytes_are_those_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("positions", "contexts"), [(128, (128,)), (8192, (1024, 4096, 8192)), (131072, CONTEXTS), (200_000, CONTEXTS)]
+    ("positions", "contexts"), [(128, (128,)), (8192, (2048, 4096, 8192)), (131072, CONTEXTS), (200_000, CONTEXTS)]
 )
 def test_hybrid_cache_adds_both_kinds(tmp_path: Path, positions: int, contexts: tuple[int, ...]) -> None:
     """At lengths up to the teacher's positions."""

@@ -87,7 +87,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(caches)
     if (positions := plan.positions) is not None:
         console.print(
-            f"Reads {positions.context:,} tokens, the teacher {positions.teacher:,}: whole heads have "
+            f"Reads {positions.context:,} tokens, the teacher {positions.teacher:,}: full-attention heads have "
             f"{positions.title}, windows the teacher's positions",
             highlight=False,
         )
