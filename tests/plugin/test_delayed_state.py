@@ -251,6 +251,22 @@ def test_the_fast_form(changes: dict[str, Any]) -> None:
             assert len(called) == len(model.model.layers) * (1 + parts.count(1))
 
 
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [
+        ({}, True),
+        ({"window": 1}, False),
+        ({"bits": 16}, False),
+        ({"k_offset": True}, False),
+        ({"qk_activation": "silu"}, False),
+    ],
+    ids=str,
+)
+def test_which_layers_the_fast_form_has_kernels_for(changes: dict[str, Any], served: bool) -> None:
+    """Windows of whole groups before a query's own, in 8 and 4 bits, and the plain rule."""
+    assert FastDelayedRule.serves(layer(**{"bits": 4, **changes})[1]) is served
+
+
 @torch.no_grad()
 def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
     """Within a group the codes stay, and their error is that of one rounding: half a step of each row."""
