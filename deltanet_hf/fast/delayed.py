@@ -90,8 +90,9 @@ class FastDelayedRule(FastDeltaRule):
         gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
         g, beta, *waiting = group_gates.unchecked(gating)
         if g.shape[1]:
-            keys, values = (part[:, : g.shape[1]].repeat_interleave(self.kv_repeats, 2) for part in seen)
-            rule = GroupRuleCall(q[:, hidden:], keys, values, g, beta, None, None, call.keep_state, True)
+            keys, values = (part[:, : g.shape[1]].flatten(2) for part in seen)
+            read, keys, values = map(self.split_heads, self.repeated(q[:, hidden:].flatten(2), keys, values))
+            rule = GroupRuleCall(read, keys, values, g, beta, None, None, call.keep_state, True)
             reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
             far = F.pad(reads, (0, 0, 0, 0, hidden, 0))
         else:

@@ -86,7 +86,8 @@ def _recalled(
         memory, still = _memory(mixer, before), q.new_zeros(len(q), 1, mixer.num_states, mixer.head_dim)
         reads = read_only(mixer.mix, mixer.activated(q, still, still)[0], still, gates, memory)
         return reads, {name: before[name] for name in (*memory, SCALE) if name in before}
-    q, k, v = mixer.activated(q, *(x.repeat_interleave(mixer.kv_repeats, 2) for x in (left.keys, left.values)))
+    parts = mixer.repeated(q.flatten(2), left.keys.flatten(2), left.values.flatten(2))
+    q, k, v = mixer.activated(*map(mixer.split_heads, parts))
     inputs = MixCall(q, k, v, gates, None, None, call.keep_state, call.cu_seqlens)
     if call.cu_seqlens is not None:
         return read_packed(mixer.mix, inputs.in_one_row(), *size).view(*q.shape[:2], mixer.num_heads, -1), {}

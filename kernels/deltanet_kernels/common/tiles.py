@@ -41,3 +41,15 @@ def exact_softplus(x):
 @triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def log_decay(x, A_log):
+    """g = -exp(A_log) softplus(x) in float32, of x float32, which is a + dt_bias."""
+    return -tl.exp(A_log.to(tl.float32)) * exact_softplus(x)
+
+
+@triton.jit
+def write_strength(b, LIMIT: tl.constexpr):
+    """beta = LIMIT sigmoid(b), in float32."""
+    return LIMIT / (1.0 + tl.exp(-b.to(tl.float32)))

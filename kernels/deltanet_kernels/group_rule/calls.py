@@ -157,7 +157,7 @@ class GroupStepCall(NamedTuple):
 def check_group_step(call: GroupStepCall) -> None:
     """Check the arguments of a call; raises ValueError or TypeError."""
     q, state, cache = call.q, call.state, call.cache
-    (B, HK, groups, _, D), H = cache.key_scales.unsqueeze(3).shape, state.shape[1]
+    (B, HK, groups, D), H = cache.key_scales.shape, state.shape[1]
     if groups < 1 or H % HK or q.dim() != 4 or q.shape[2] % H:
         raise ValueError(
             f"got {q.shape[-2]} query heads, {H} states, {HK} key heads and {groups} groups; each number of heads "

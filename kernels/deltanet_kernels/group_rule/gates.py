@@ -12,7 +12,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.common.tiles import exact_softplus
+from deltanet_kernels.common.tiles import log_decay, write_strength
 from deltanet_kernels.group_rule.calls import GroupGatesCall
 from deltanet_kernels.packed_cache.numbers import GROUP
 
@@ -36,10 +36,9 @@ def group_gates_kernel(
     writes = (t >= sinks) & (t < left)
     x = tl.load(a + (n * T + t) * a_row + h, mask=m, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + h, mask=m, other=0.0).to(tl.float32)
-    fall = tl.exp(tl.load(A_log + h, mask=m, other=0.0).to(tl.float32))
-    x = (-fall * exact_softplus(x)).to(tl.bfloat16)
-    y = tl.load(b + (n * T + t) * b_row + h, mask=m, other=0.0).to(tl.float32)
-    y = (LIMIT / (1.0 + tl.exp(-y))).to(tl.bfloat16)
+    x = log_decay(x, tl.load(A_log + h, mask=m, other=0.0)).to(tl.bfloat16)
+    y = tl.load(b + (n * T + t) * b_row + h, mask=m, other=0.0)
+    y = write_strength(y, LIMIT).to(tl.bfloat16)
     at = n * L * H + i
     tl.store(g + at, tl.where(writes, x.to(tl.float32), 0.0), mask=m & (t < L))
     tl.store(beta + at, tl.where(writes, y.to(tl.float32), 0.0), mask=m & (t < L))

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
-from deltanet_kernels.common.tiles import L2_EPS, exact_softplus
+from deltanet_kernels.common.tiles import L2_EPS, log_decay, write_strength
 from deltanet_kernels.common.token_step import turned
 from deltanet_kernels.group_rule.calls import GroupStepCall
 from deltanet_kernels.packed_cache.kernels import restored_group
+from deltanet_kernels.packed_cache.launches import in_pairs
 from deltanet_kernels.packed_cache.numbers import GROUP, in_order
 
 
@@ -88,11 +88,10 @@ def group_step_kernel(
         else:
             tl.store(state + at, S.to(state.dtype.element_ty))
         tl.debug_barrier()  # the group's first gates are read before the token's take their place
-    x = tl.load(a + n * a_row + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
     place = number % PLACES * H
-    tl.store(g + place, (-tl.exp(tl.load(A_log + h).to(tl.float32)) * exact_softplus(x)).to(tl.bfloat16))
-    y = tl.load(b + n * b_row + h).to(tl.float32)
-    tl.store(beta + place, (LIMIT / (1.0 + tl.exp(-y))).to(tl.bfloat16))
+    x = tl.load(a + n * a_row + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    tl.store(g + place, log_decay(x, tl.load(A_log + h)).to(tl.bfloat16))
+    tl.store(beta + place, write_strength(tl.load(b + n * b_row + h), LIMIT).to(tl.bfloat16))
     for m in tl.static_range(HEADS):
         head = h * HEADS + m
         q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
@@ -117,7 +116,7 @@ def group_step_op_(call: GroupStepCall) -> Tensor:
         call.beta, call.state, call.state_scale, cos, sin, o, call.sinks, call.factor, q_row, a_row, b_row,
         N=N, HK=HK, H=H, HEADS=HQ // H, D=D, BITS=bits, R=0 if cos is None else cos.shape[2],
         ROPE_ROWS=cos is not None and cos.shape[0] > 1, LIMIT=call.limit,
-        PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0),
+        PAIRS=in_pairs(bits, q),
         num_warps=4 if D <= 64 else 8,
     )  # fmt: skip
     return o

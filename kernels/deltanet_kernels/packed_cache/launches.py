@@ -57,6 +57,11 @@ def packed_config(D: int, dtype: torch.dtype) -> tuple[int, int]:
     return (4 if dtype == torch.float32 else D // 64), 3
 
 
+def in_pairs(bits: int, q: Tensor) -> bool:
+    """Whether numbers are restored two at a time, by instructions on pairs of bfloat16."""
+    return bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0)
+
+
 def span_of(groups: int, pairs: int, D: int, device: torch.device) -> int:
     """Groups per program, for `groups` groups of each of `pairs` pairs of a row and a key head.
 
@@ -113,7 +118,7 @@ def _attend(
         q, *cache, slots, pages, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
         PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)),
-        CAP=softcap, PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
+        CAP=softcap, PAIRS=in_pairs(bits, q), STAGES=stages,
         PRECISION=product_precision("auto", q.dtype), EDGE=call.edge, num_warps=warps,
     )  # fmt: skip
     launch(

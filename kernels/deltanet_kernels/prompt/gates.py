@@ -14,7 +14,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.common.tiles import exact_softplus
+from deltanet_kernels.common.tiles import log_decay, write_strength
 from deltanet_kernels.prompt.calls import GateValuesCall
 
 BLOCK = 512
@@ -31,10 +31,9 @@ def gate_values_kernel(
     row, head = i // H, i % H
     x = tl.load(a + row * A_ROW + head, mask=m, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + head, mask=m, other=0.0).to(tl.float32)
-    fall = tl.exp(tl.load(A_log + head, mask=m, other=0.0).to(tl.float32))
-    tl.store(g + i, -fall * exact_softplus(x), mask=m)
-    y = tl.load(b + row * B_ROW + head, mask=m, other=0.0).to(tl.float32)
-    tl.store(beta + i, LIMIT / (1.0 + tl.exp(-y)), mask=m)
+    tl.store(g + i, log_decay(x, tl.load(A_log + head, mask=m, other=0.0)), mask=m)
+    y = tl.load(b + row * B_ROW + head, mask=m, other=0.0)
+    tl.store(beta + i, write_strength(y, LIMIT), mask=m)
 
 
 def _fake_gate_values(call: GateValuesCall):
