@@ -165,7 +165,7 @@ class _Measure:
     def text_changes(
         self, kept: Sequence[Unit], windows: Sequence[int], others: Sequence[Sequence[int]]
     ) -> list[float]:
-        """What each of other windows changes in the KL divergence alone; in one layer they are not as in `windows`."""
+        """The change of the KL divergence by each of other windows, which are not as in `windows` in one layer."""
         layers = [next(i for i, window in enumerate(windows) if other[i] != window) for other in others]
         if self.restricted is not None:
             return self._text_slopes(self.restricted, kept, windows, others, layers)

@@ -37,7 +37,7 @@ class CacheSizes:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a plan depends on, for its file: the bits, and the kind unless it is a window alone."""
+        """The bits, and the kind unless it is a window alone: a plan depends on them, and its file has them."""
         return {"cache_bits": self.bits, **({} if self.kind.recurrent is None else {"kind": self.kind.to_dict()})}
 
     @property

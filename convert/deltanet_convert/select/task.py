@@ -106,7 +106,7 @@ class SelectionTask:
         return "minutes" if on_gpu else "about ten minutes for 0.5B parameters on two cores"
 
     def unmeasured(self) -> Selection:
-        """What takes the budget without a measurement: evenly spread units, and windows that are all alike."""
+        """Evenly spread units, and windows that are all alike, which take the budget without a measurement."""
         units, spending = self.candidates.units, self.spending
         if spending is None:
             return self.selection(evenly(units, self.count), {})

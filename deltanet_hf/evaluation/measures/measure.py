@@ -59,7 +59,7 @@ def repeated(segments_NT: Tensor) -> Text:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; what is not given is not.
+    """The choice of figures: those whose inputs are given.
 
     Attributes:
         texts: name -> text.

@@ -64,7 +64,7 @@ class FarSoftmax:
     config: Any
 
     def further(self, own: Tensor | None, call: dict[str, Any]) -> dict[str, Any]:
-        """What that function is given beside q, k and v.
+        """The further arguments of that function, after q, k and v.
 
         Args:
             own: the last of the angles.
