@@ -40,6 +40,7 @@ from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
 from deltanet_hf.mixers.layer.delayed_state import read_groups, read_rows
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.linear_products import linear_products
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.layer.projected import Projected
@@ -260,7 +261,7 @@ class Mixer(LayerKind, nn.Module):
 
     def project(self, x: Tensor) -> Projected:
         """The projections of x [B, T, hidden], zeros at padding."""
-        return self.projected(x, [None if linear is None else linear(x) for linear in self.readers])
+        return self.projected(x, linear_products(x, self.readers))
 
     def projected(self, x: Tensor, outputs: Sequence[Tensor | None]) -> Projected:
         """The projections of x, from the outputs [B, T, ...] of the `readers`."""
