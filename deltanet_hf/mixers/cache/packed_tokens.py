@@ -33,7 +33,7 @@ from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_, round_tokens
 from deltanet_kernels.packed_cache.arranged import attention_by_numbers
 from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall, RoundTokensCall
-from deltanet_kernels.packed_cache.layout import PACKED_BITS, unpacked
+from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 
 class PackedTokens:
@@ -117,12 +117,6 @@ class PackedTokens:
     def cache_before(self, k: Tensor) -> PackedKeyValues:
         """The cache before `attend`, for keys as in k [B, T, HK, D]."""
         return self._cache(self.state) if self.state else self._empty(k)
-
-    def group(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, HK, 32, D] of the packed groups in the places [B] of a cache, before `attend`."""
-        row = torch.arange(len(place), device=place.device)
-        packed = [self.state[name][row, :, place].unsqueeze(2) for name in PACKED]
-        return unpacked(packed, dtype, self.kept.key_order)
 
     def _cache(self, state: State) -> PackedKeyValues:
         return PackedKeyValues(*(state[name] for name in NAMES), self.kept.key_order)  # type: ignore[call-arg]

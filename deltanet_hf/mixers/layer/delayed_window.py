@@ -106,7 +106,7 @@ def _packed_step(
 ) -> Leaving:
     packed, keys, values = PackedTokens(branch.kept, own, None), None, None
     if not _nothing_leaves(branch, own["count"]):
-        leaves = packed.group(base % branch.groups, k.dtype)  # before the step packs another over it
+        leaves = packed.cache_before(k).group(base % branch.groups, k.dtype)  # before the step packs another over it
         keys, values = (_and_another(x.transpose(1, 2)) for x in leaves)
     near, lse = with_learned_sinks(*packed.attend(q, k, v, branch.scale, branch.softcap), branch.learned_sinks)
     return Leaving(near, lse, keys, values, base, packed.state)
