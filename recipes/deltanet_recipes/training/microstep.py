@@ -112,8 +112,8 @@ class MicroStep:
 def compile_layers(modules: list[nn.Module]) -> None:
     """Wrap the forward of each module in torch.compile, once. Layers of one kind share their compiled code.
 
-    The lengths of their windows are arguments of it, so that layers whose windows differ share it too. What was compiled
-    before is thrown away: code that meets a second shape is compiled for all shapes, and is slower.
+    The lengths of their windows are arguments of it, so that layers whose windows differ share it too. What was
+    compiled before is thrown away: code that meets a second shape is compiled for all shapes, and is slower.
     """
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
