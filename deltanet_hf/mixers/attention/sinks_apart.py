@@ -17,7 +17,7 @@ from torch import Tensor
 from deltanet_kernels.common.rotation import rotate
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch.compile in torch 2.11 cannot call an instance of a frozen data class
 class Scores:
     """How products of queries and keys become scores."""
 
