@@ -1,7 +1,7 @@
 """Start values of converted layers: one rule per mixer, one row here.
 
-A rule gives every parameter of the new layer its start value. A mixer without a row starts with the teacher's
-projections, and with everything else as in a model trained from scratch; a kind that stays quadratic starts as the
+A rule gives every parameter of the new layer its start value. A mixer with a state and without a row starts with the
+teacher's projections, and with everything else as in a model trained from scratch; any other kind starts as the
 teacher's attention.
 
     fitted.py           the rules of the delta family: decay, write strength, output gate and norm are fitted, by
@@ -55,11 +55,6 @@ START: dict[str, StartRule] = {
     "mesa": start_fitted,
     "ttt": start_fitted,
     "titans": start_fitted,
-    "window": start_unchanged,
-    "fox": start_unchanged,
-    "alibi": start_unchanged,
-    "deltaformer": start_unchanged,
-    "path": start_unchanged,
 }
 
 
