@@ -27,15 +27,6 @@ from measuring.rows import Row, RowFile, described, fill, machine
 
 RESULTS = Path(__file__).parents[2] / "results/kernels"
 PEERS = ("triton", "transformers", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python")
-SHAPES = [
-    (16, 2048, 9, 64),
-    (8, 2048, 32, 64),
-    (4, 4096, 32, 128),
-    (1, 4096, 32, 128),
-    (1, 32768, 32, 128),
-    (1, 131072, 16, 128),
-]
-"""B, T, heads, head size of the benchmarks that compare kernels."""
 MOST = 0.05  # relative error of right results, outputs and gradients in bfloat16
 MOST_OF_A_STEP = 0.01  # of a decoding step
 TIMES = ("fwd_ms", "fwdbwd_ms", "fwd_graph_ms", "fwdbwd_graph_ms")
