@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from deltanet_hf.evaluation.ablations import switch_off_state
+from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.fast import FastDecoder, fast_form, form
 from deltanet_hf.fast.reasons import reasons
 from deltanet_hf.mixers import MIXERS

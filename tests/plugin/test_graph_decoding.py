@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 from deltanet_hf import LayerTable
 from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs, serve
 from deltanet_hf.decoding.recorders import RECORDERS
-from deltanet_hf.evaluation.ablations import switch_off_state
+from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.attention import single_query
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
