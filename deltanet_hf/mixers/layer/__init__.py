@@ -23,8 +23,7 @@ Rules import from here.
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import MixerProjections
 from deltanet_hf.mixers.layer.channel_rule import ChannelRule
-from deltanet_hf.mixers.layer.delta_rule import AdditiveSettings, DeltaRule, LateAdditiveSettings, StepGates
-from deltanet_hf.mixers.layer.late_writes import LateSettings
+from deltanet_hf.mixers.layer.delta_rule import AdditiveSettings, DeltaRule, StepGates
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -36,8 +35,6 @@ __all__ = [
     "AdditiveSettings",
     "ChannelRule",
     "DeltaRule",
-    "LateAdditiveSettings",
-    "LateSettings",
     "LayerKind",
     "MixCall",
     "Mixer",
