@@ -142,7 +142,9 @@ def _ablations(wiring: Any, hybrid: bool) -> list[tuple[str, Callable[[PreTraine
     """The parts that can be taken away from a student with these converted layers, by name."""
     if wiring is None:
         return []
-    found = [("softmax", switch_off_softmax)] if hybrid else []
+    found: list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]] = []
+    if hybrid:
+        found.append(("softmax", switch_off_softmax))
     if any(kind.get("window") and kind["mixer"] != WindowAttention.name for kind in wiring["kinds"].values()):
         found += [("window", switch_off_window), ("state", switch_off_state)]
     return found
