@@ -5,7 +5,6 @@
     mix_call.py          what a rule reads of one call
     mixer.py             a layer with a recurrent state: projections, norms, convolution, rotation, output
     delta_rule.py        base of the rules with a decay and a write strength
-    late_writes.py       states beside which the last writes wait, and states in 8 bits
     channel_rule.py      base of those that decay per key channel
     settings.py          what config.json says of a layer, read and checked
     attention_shape.py   the attention that a mixer replaces, and the settings that all mixers share
