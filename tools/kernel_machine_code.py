@@ -28,6 +28,8 @@ from triton.runtime.jit import create_function_from_signature
 
 import deltanet_kernels
 from deltanet_kernels.arguments import ConvCall, GatedNormCall, RMSNormCall, RuleCall, StepCall
+from deltanet_kernels.channel_gates.calls import ChannelCall
+from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
@@ -182,14 +184,15 @@ def rule_cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     return found
 
 
+def differentiated(function: Callable[..., Any], **arguments: Any) -> None:
+    """Call the function, and its backward pass."""
+    outputs = [x for x in function(**arguments) if x is not None]
+    sum(x.float().sum() for x in outputs).backward()
+
+
 def calls() -> list[tuple[str, Callable[[], object]]]:
     """Every call whose kernels are compared: a name without spaces, and the call."""
     found: list[tuple[str, Callable[[], object]]] = []
-
-    def differentiated(function: Callable[..., Any], **arguments: Any) -> None:
-        outputs = [x for x in function(**arguments) if x is not None]
-        sum(x.float().sum() for x in outputs).backward()
-
     for name, inputs, extra in rule_cases():
 
         def both(inputs: Any = inputs, extra: Any = extra) -> None:
@@ -279,7 +282,8 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_delta_step_triton_(StepCall(**tensors | gates | waiting, z=z, norm_weight=torch.zeros(K)))
 
         found.append((f"late-step-{str(state)[6:]}-{K}-{T}", late))
-    return found + mesa_calls() + window_calls() + decode_attention_calls() + prompt_calls() + packed_calls()
+    found += channel_calls() + mesa_calls() + window_calls() + decode_attention_calls()
+    return found + prompt_calls() + packed_calls()
 
 
 def prompt_calls() -> list[tuple[str, Callable[[], object]]]:
@@ -345,6 +349,36 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap, slots=slots))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
+    return found
+
+
+def channel_calls() -> list[tuple[str, Callable[[], object]]]:
+    """The same for the rule with a decay per key channel."""
+    found: list[tuple[str, Callable[[], object]]] = []
+    for dtype, K, V, heads, packed, erase, own_key in (
+        ("bf16", 64, 64, (2, 2, 2), False, True, False), ("bf16", 128, 128, (2, 2, 2), False, True, True),
+        ("bf16", 64, 128, (1, 4, 2), True, False, False), ("fp16", 64, 64, (1, 1, 2), False, True, False),
+        ("fp32", 40, 16, (1, 2, 4), True, True, True),
+    ):  # fmt: skip
+
+        def decay(
+            dtype: str = dtype,
+            K: int = K,
+            V: int = V,
+            heads: tuple[int, int, int] = heads,
+            packed: bool = packed,
+            erase: bool = erase,
+            own_key: bool = own_key,
+        ) -> None:
+            inputs = rule_inputs(150 if packed else 128, heads, K, V, DTYPES[dtype], False, packed)
+            inputs = {name: x for name, x in inputs.items() if name in ChannelCall._fields}
+            inputs["g"] = torch.zeros(*inputs["v"].shape[:3], K, requires_grad=True)
+            inputs["erase_key"] = torch.zeros_like(inputs["k"], requires_grad=True) if own_key else None
+            call = ChannelCall(**inputs, erase=erase, output_final_state=True)
+            differentiated(chunk_channel_gated_delta_rule_triton, call=call)
+
+        name = f"channel-{dtype}-{K}-{V}{'-packed' if packed else ''}{'' if erase else '-off'}"
+        found.append((name, decay))
     return found
 
 

@@ -29,7 +29,7 @@ from deltanet_kernels import (
     pack_prompt,
     round_tokens,
 )
-from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupRuleCall, GroupStepCall
+from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
 from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
@@ -86,7 +86,7 @@ class FastDelayedRule(FastDeltaRule):
         reach = branch.window, branch.sinks, branch.scale, branch.cache_bits, branch.softcap
         near = Near(*quantised_attention(q, k, v, *reach, seen, edge=branch.edge), None)
 
-        logits, hidden = self.step_gates(projected)[:4], GROUP * branch.groups
+        logits, hidden = self.step_gates(projected)[:4], branch.window - 1
         gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
         g, beta, *waiting = group_gates.unchecked(gating)
         if g.shape[1]:

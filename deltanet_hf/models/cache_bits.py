@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.family_attention import kind_of
+from deltanet_hf.mixers.cache.packed_reach import check_packable
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_hf.models.unwrapped import unwrapped
-from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, is_packable
+from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 KEY_ORDER = "key_order"  # name of the buffers
 BITS = (16, *PACKED_BITS, 3, 2)  # 3 and 2 are measured, but have no packed form
@@ -53,11 +54,7 @@ def use_cache_bits(model: Any, bits: int) -> None:
             continue
         kind = kind_of(attention)
         for part, _ in kind.softmax_parts if bits < 16 else ():
-            if not is_packable(part.head_dim):
-                raise UserError(
-                    f"cache bits: got heads of {part.head_dim} channels, of which {bits} bits need a multiple of "
-                    f"{GROUP} or an even number below; use 16"
-                )
+            check_packable(part.head_dim, bits)
         kind.use_cache_bits(bits)
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
@@ -83,7 +80,7 @@ def cache_bits_of(model: PreTrainedModel) -> int:
 def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of one sequence of `tokens` tokens in a cache of `bits` bits: keys, values, windows and states.
 
-    Packed numbers have `bits` bits and, per `GROUP` of them, a scale and a lowest value of 16 bits. The current group
+    Packed numbers have `bits` bits and, per 32 of them, a scale and a lowest value of 16 bits. The current group
     of tokens and the sinks take 8 bits, and 16 per 16 channels. States are as the model keeps them.
 
     Args:

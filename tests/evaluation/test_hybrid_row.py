@@ -23,10 +23,11 @@ from deltanet_hf.models.restrict import restrict_heads
 from measuring.eviction import __main__ as eviction
 from measuring.eviction import gates
 from measuring.eviction.gates import Heads
-from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, task_suites
+from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, state_rows, task_suites
 from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
+from measuring.study.task_suites import TaskSuites
 from support.tiny_models import tiny_mixture, tiny_table, tiny_teacher
 from tests.evaluation.conftest import VOCABULARY
 
@@ -223,6 +224,29 @@ def test_a_row_of_the_front_with_suites(
     assert hybrid_row.compared(Measured(0, better), items) == {"better": ["completion"], "worse": []}
     without = {name: part for name, part in items.clusters.items() if name != "completion"}
     assert hybrid_row.compared(Measured(0, better), Measured(0, without)) == {"better": [], "worse": []}
+
+
+def test_a_row_of_states_with_a_suite(
+    arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(state_rows, "TEXTS", dict.fromkeys(state_rows.KL, ("novels", 200, 2)))
+    cell = recall_cells.CELLS["needles_1k"][0]
+    monkeypatch.setattr(recall_cells, "CELLS", dict.fromkeys(state_rows.FACTS, (cell, 420, 2)))
+    monkeypatch.setattr(recall_cells, "LONG", {})
+    rows = [{"text": f"The {n}th river is called", "value": "Nile"} for n in range(3)]
+    (tmp_path / "squad_completion").mkdir()
+    (tmp_path / "squad_completion/validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(TaskSuites, "__call__", lambda *_: {"completion": Clusters(np.array([1.0, 0, 1]), np.ones(3))})
+    out, teacher = tmp_path / "rows.json", str(teacher_folder)
+    state_rows.main(arrays, out, teacher, [f"itself={teacher}"], tasks=tmp_path, column=["completion"])
+    (row,) = json.loads(out.read_text())
+    assert (row["completion"], row["stderr"]["completion"]) == (66.7, 33.3)
+    assert row["kl_8k"] == pytest.approx(0, abs=1e-4)
+    assert "--column=completion" in row["command"]
+    for column, reason in (("humaneval", "needs HF_ALLOW_CODE_EVAL=1"), ("squad", "no such suite")):
+        with pytest.raises(UserError, match=f"^--column {column}: {reason}$"):
+            state_rows.main(arrays, out, teacher, [], tasks=tmp_path, column=[column])
 
 
 def test_windows_are_spread_over_texts_of_many_parts(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import suites
 from deltanet_hf.evaluation.tasks.harness import Harness
@@ -24,6 +25,7 @@ from measuring.study import unpadded_lm
 from measuring.study.results_row import load_for_measure
 from measuring.study.task_suites import COLUMNS, TaskSuites
 from measuring.study.unpadded_lm import continuations
+from support.replayed_step import Recorder
 from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import tiny_teacher
 
@@ -121,7 +123,7 @@ def test_columns_of_a_row(
 
 @torch.no_grad()
 @pytest.mark.parametrize("bits", [16, 4])
-def test_prompts_of_different_lengths_are_continued_as_each_alone(bits: int) -> None:
+def test_prompts_of_different_lengths_are_continued_as_each_alone(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = set_cache_bits(tiny_teacher("llama"), bits)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 97, (length,), generator=generator) for length in (70, 66, 71)]
@@ -132,6 +134,10 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(bits: int) -> 
         for _ in tokens:
             text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
         assert tokens.tolist() == text[0, len(prompt) :].tolist()
+    recorder = Recorder()
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    assert continuations(model, prompts, 6).tolist() == found.tolist()
+    assert (recorder.recorded, recorder.replayed) == (1, 71 + 6 - 66 - 1)
 
 
 def test_ifeval_counts_prompts_and_instructions(tmp_path: Path) -> None:

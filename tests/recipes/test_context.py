@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert import output_files
-from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 from measuring.study import context
 from measuring.study.far_needles import FILLER, KINDS
-from support.tiny_conversion import teacher_folder, tiny_tokenizer
+from support.tiny_conversion import teacher_folder, tiny_conversion, tiny_tokenizer
 
-LENGTHS, SCORED = (384, 512), 64
+SCORED = 64
 
 
 @pytest.fixture
 def novels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text of random letters and ends of sentences, and sizes for a tiny model."""
-    for name, value in {"LENGTHS": LENGTHS, "SCORED": SCORED, "TEXTS": 2, "PROBES": 2}.items():
+    for name, value in {"SCORED": SCORED, "TEXTS": 2, "PROBES": 2}.items():
         monkeypatch.setattr(context, name, value)
     letters = np.random.default_rng(0).choice(list("abcdefgh ."), 2000)
     np.save(tmp_path / "novels.npy", np.asarray(tiny_tokenizer()("".join(letters))["input_ids"], dtype=np.uint16))
@@ -55,22 +53,23 @@ def test_a_row_for_the_teacher_and_for_every_kind_of_positions(
     tmp_path: Path, novels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_files, "layer_error_plot", lambda layers, path: path.write_bytes(b""))
-    monkeypatch.setattr(context, "ConvertOptions", partial(ConvertOptions, keep="every:2"))  # nothing is planned
     teacher, out = teacher_folder(tmp_path / "teacher", "llama", max_position_embeddings=256), tmp_path / "rows.json"
-    context.main(str(teacher), novels, out, [f"trained={teacher}"])
+    converted = tmp_path / "converted"
+    tiny_conversion(teacher, converted, layers=None, keep="every:2", mixer="window", cache_bits=4, context="1536")
+    context.main(str(teacher), converted, novels, out, [f"trained={teacher}"], limit=2)
     head = json.loads(out.read_text())
     rows = {row.pop("model"): row for row in head["rows"]}
     assert list(rows) == [
         "teacher", "teacher, YaRN", "converted, as it is", "converted, yarn", "converted, nope",
         "converted, cut", "trained"
     ]  # fmt: skip
-    assert head["command"].endswith("context teacher novels.npy rows.json --model=trained=FOLDER")
+    assert head["command"].endswith("context teacher converted novels.npy rows.json --limit 2 --model=trained=FOLDER")
     assert rows["trained"] == rows["teacher"]
-    assert len({row["nats_512"] for row in rows.values()}) == 6
-    assert rows["converted, yarn"]["MB_512"] < rows["teacher"]["MB_512"]
+    assert len({row["nats_1536"] for row in rows.values()}) == 6
+    assert rows["converted, yarn"]["MB_1536"] < rows["teacher"]["MB_1536"]
     model: Any = AutoModelForCausalLM.from_pretrained(teacher).eval()
     ids = torch.from_numpy(np.load(novels).astype(np.int64))
-    texts = torch.stack([ids[end - 384 : end] for end in (512, 2000)])
+    texts = torch.stack([ids[end - 384 : end] for end in (1536, 2000)])
     labels = texts.clone().index_fill_(1, torch.arange(384 - SCORED), -100)
     nats = float(model(texts, labels=labels).loss)
     assert rows["teacher"]["nats_384"] == pytest.approx(nats, abs=1e-4)
@@ -78,4 +77,4 @@ def test_a_row_for_the_teacher_and_for_every_kind_of_positions(
 
 def test_a_short_text_is_refused(novels: Path) -> None:
     with pytest.raises(UserError, match="novels: got 500 tokens, a text takes 512"):
-        context.far_settings(tiny_tokenizer(), np.load(novels)[:500])
+        context.far_settings(tiny_tokenizer(), np.load(novels)[:500], 512)

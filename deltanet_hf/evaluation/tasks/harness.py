@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -144,10 +146,17 @@ def _collect(task: SuiteTask, parts: list[ConfigurableTask]) -> TaskResult:
             by_doc.setdefault(instance.doc_id, []).append(instance)
         # The last filter is the most lenient one: for GSM8K, it accepts the last number anywhere, not only after ####.
         chosen = list(part.instances[0].filtered_resps)[-1]
-        for instances in by_doc.values():
-            doc = instances[0].doc
+
+        def metrics_of(instances: list[Any], part: ConfigurableTask = part, chosen: str = chosen) -> dict[str, Any]:
             ordered = sorted(instances, key=lambda instance: instance.idx)
-            metrics = part.process_results(doc, [instance.filtered_resps[chosen] for instance in ordered])
+            answers = [instance.filtered_resps[chosen] for instance in ordered]
+            return part.process_results(instances[0].doc, answers)  # type: ignore[no-any-return]
+
+        # Programs that a model wrote run in processes of their own, side by side.
+        with ThreadPoolExecutor(os.cpu_count() if part.config.unsafe_code else 1) as threads:
+            found = list(threads.map(metrics_of, by_doc.values()))
+        for instances, metrics in zip(by_doc.values(), found, strict=True):
+            doc = instances[0].doc
             for metric, value in metrics.items():
                 samples.setdefault(metric, []).append(value)
             clusters.append(doc["group"] if "all_rotations" in metrics else len(clusters))

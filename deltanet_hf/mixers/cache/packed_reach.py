@@ -11,11 +11,20 @@ from torch import Tensor
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.state import TensorShape
-from deltanet_kernels.packed_cache.layout import GROUP, SINKS, token_blocks
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, is_packable, token_blocks
 
 PACKED_ROWS = "cache bits: packed sequences are read in 16 bits; call set_cache_bits(model, 16) first"
 NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "token_scales", "count")
 PACKED = NAMES[:4]  # those with a dimension of groups, the third
+
+
+def check_packable(head_dim: int, bits: int) -> None:
+    """Raise UserError for heads that have no packed form."""
+    if not is_packable(head_dim):
+        raise UserError(
+            f"cache bits: got heads of {head_dim} channels, of which {bits} bits need a multiple of {GROUP} or an even "
+            "number below; use 16"
+        )
 
 
 def groups_before(tokens: int) -> int:

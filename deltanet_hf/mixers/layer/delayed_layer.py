@@ -80,7 +80,6 @@ def _recalled(
     """
     branch, before = mixer.window_branch, call.state
     assert branch is not None
-    size = branch.groups, branch.sinks
     if left.keys is None or left.values is None:
         assert before is not None
         memory, still = _memory(mixer, before), q.new_zeros(len(q), 1, mixer.num_states, mixer.head_dim)
@@ -90,17 +89,16 @@ def _recalled(
     q, k, v = mixer.activated(*map(mixer.split_heads, parts))
     inputs = MixCall(q, k, v, gates, None, None, call.keep_state, call.cu_seqlens)
     if call.cu_seqlens is not None:
-        return read_packed(mixer.mix, inputs.in_one_row(), *size).view(*q.shape[:2], mixer.num_heads, -1), {}
+        return read_packed(mixer.mix, inputs.in_one_row(), branch).view(*q.shape[:2], mixer.num_heads, -1), {}
     if left.base is None:
-        reads, memory = read_rows(mixer.mix_groups, inputs, *size, call.prompt_length)
+        reads, memory = read_rows(mixer.mix_groups, inputs, branch, call.prompt_length)
     else:
+        first = (left.base * branch.edge)[:, None]
         inputs = inputs._replace(
-            gates=tuple(
-                by_number(_held(before, i), gates[i], numbers, left.base, k.shape[1]) for i in range(len(gates))
-            ),
+            gates=tuple(by_number(_held(before, i), gate, numbers, first, k.shape[1]) for i, gate in enumerate(gates)),
             state=None if before is None else _memory(mixer, before),
         )
-        reads, memory = read_leaving(mixer.mix_groups, inputs, numbers, left.base, *size)
+        reads, memory = read_leaving(mixer.mix_groups, inputs, numbers, left.base, branch)
     return reads, stored_memory(mixer, memory)
 
 

@@ -16,6 +16,7 @@ Shapes: B batch, T tokens of a call, L tokens that the state may get, N groups b
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,29 +25,31 @@ from torch.nn import functional as F
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.token_order import along, placed, reordered
-from deltanet_kernels.packed_cache.layout import GROUP
+
+if TYPE_CHECKING:
+    from deltanet_hf.mixers.layer.window_branch import WindowBranch
 
 Mix = Callable[[MixCall], tuple[Tensor, State]]
 
 
-def read_packed(mix: Mix, call: MixCall, groups: int, sinks: int) -> Tensor:
+def read_packed(mix: Mix, call: MixCall, branch: WindowBranch) -> Tensor:
     """The reads [1, T, HO, D] of sequences packed into one row; the arguments are those of `read_rows`."""
-    cu_seqlens, length = call.cu_seqlens, call.q.shape[1]
+    cu_seqlens, length, group_size, groups = call.cu_seqlens, call.q.shape[1], branch.edge, branch.groups
     assert cu_seqlens is not None
     lengths = cu_seqlens.diff().long()
     # A sequence has a part of 64 places for each group that leaves before its end: queries, then writes, as in
     # `read_groups`. Places behind the last part are those of tokens that have none.
-    parts = ((lengths - 1) // GROUP + 1 - groups).clamp_min(0)
-    begins = F.pad(parts.cumsum(0), (1, 0)) * (2 * GROUP)
-    room = 2 * GROUP * (length // GROUP + len(lengths))
+    parts = ((lengths - 1) // group_size + 1 - groups).clamp_min(0)
+    begins = F.pad(parts.cumsum(0), (1, 0)) * (2 * group_size)
+    room = 2 * group_size * (length // group_size + len(lengths))
     token = torch.arange(length, device=call.q.device)
     sequence = torch.searchsorted(cu_seqlens[1:].long().contiguous(), token, right=True).clamp_max(len(lengths) - 1)
     number = token - cu_seqlens.long()[sequence]
-    group, place = number // GROUP, number % GROUP
+    group, place = number // group_size, number % group_size
     begin, reads = begins[sequence], (group >= groups) & (token < cu_seqlens[-1])
-    writes = (group < parts[sequence]) & (number >= sinks) & (token < cu_seqlens[-1])
-    at_q = (begin + (group - groups) * 2 * GROUP + place).where(reads, room)
-    at_k = (begin + group * 2 * GROUP + GROUP + place).where(writes, room)
+    writes = (group < parts[sequence]) & (number >= branch.sinks) & (token < cu_seqlens[-1])
+    at_q = (begin + (group - groups) * 2 * group_size + place).where(reads, room)
+    at_k = (begin + group * 2 * group_size + group_size + place).where(writes, room)
 
     q = placed(call.q, at_q[None], room)
     k, v, *gates = (placed(x, at_k[None], room) for x in (call.k, call.v, *call.gates))
@@ -55,50 +58,48 @@ def read_packed(mix: Mix, call: MixCall, groups: int, sinks: int) -> Tensor:
 
 
 def read_rows(
-    read: Mix, call: MixCall, groups: int, sinks: int, prompt_length: Tensor | None = None
+    read: Mix, call: MixCall, branch: WindowBranch, prompt_length: Tensor | None = None
 ) -> tuple[Tensor, State]:
     """The reads [B, T, HO, D] of whole sequences, one a row, 0 where nothing has left the window; and their state.
 
     Args:
         read: `Mixer.mix_groups`.
         call: queries, keys, values and gates of the tokens, all by the tokens' own places.
-        groups: N.
-        sinks: first tokens, which are never written.
+        branch: the window, which says N and the sinks: first tokens, which are never written.
         prompt_length: [1], see `LayerCall`.
     """
-    hidden = groups * GROUP
+    hidden = branch.window - 1
     length = call.q.shape[1] - hidden
     if length <= 0:
         reads = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
         still = call._replace(gates=tuple(torch.zeros_like(gate) for gate in call.gates))
         return reads, read(still)[1] if call.keep_state else {}
     last = length - 1 if prompt_length is None else prompt_length - hidden - 1
-    left = last // GROUP * GROUP  # before the last token's window
-    gates = tuple(written(gate[:, :length], sinks, left) for gate in call.gates)
+    left = last // branch.edge * branch.edge  # before the last token's window
+    gates = tuple(written(gate[:, :length], branch.sinks, left) for gate in call.gates)
     own = MixCall(call.q[:, hidden:], call.k[:, :length], call.v[:, :length], gates, None, None, call.keep_state)
     output, state = read(own)
     return F.pad(output, (0, 0, 0, 0, hidden, 0)), state
 
 
-def read_leaving(
-    read: Mix, call: MixCall, numbers: Tensor, base: Tensor, groups: int, sinks: int
-) -> tuple[Tensor, State]:
+def read_leaving(read: Mix, call: MixCall, numbers: Tensor, base: Tensor, branch: WindowBranch) -> tuple[Tensor, State]:
     """The reads [B, T, HO, D] of the next tokens of sequences, and the state after them.
 
     Args:
-        read, groups, sinks: as in `read_rows`.
+        read, branch: as in `read_rows`.
         call: queries [B, T, ...] in any order; keys, values and gates [B, L, ...] by number; `state` is that
             before `base`, or None.
         numbers: of the queries [B, T], from 0; -1 at padding.
         base: [B] int64, the group of the first of these, before which the state stands.
     """
-    last = numbers.amax(1).clamp_min(0) // GROUP
-    left = ((last - groups - base).clamp_min(0) * GROUP)[:, None]  # the writes of the call
-    token = base[:, None] * GROUP + torch.arange(call.k.shape[1], device=numbers.device)
+    group_size, groups = branch.edge, branch.groups
+    last = numbers.amax(1).clamp_min(0) // group_size
+    left = ((last - groups - base).clamp_min(0) * group_size)[:, None]  # the writes of the call
+    token = base[:, None] * group_size + torch.arange(call.k.shape[1], device=numbers.device)
     place = torch.arange(call.k.shape[1], device=numbers.device)
-    stays = (place >= left) | (token < sinks)
+    stays = (place >= left) | (token < branch.sinks)
     gates = tuple(gate.masked_fill(stays.view(*stays.shape, *[1] * (gate.dim() - 2)), 0.0) for gate in call.gates)
-    at = numbers - (base + groups)[:, None] * GROUP
+    at = numbers - (base + groups)[:, None] * group_size
     reads_state = (numbers >= 0) & (at >= 0)
     at = at.where(reads_state, call.k.shape[1])
     q = placed(call.q, at, call.k.shape[1])
@@ -106,22 +107,23 @@ def read_leaving(
     return reordered(F.pad(output, (0, 0, 0, 0, 0, 1)), at).masked_fill(~reads_state[:, :, None, None], 0.0), state
 
 
-def read_groups(mix: Mix, call: MixCall) -> tuple[Tensor, State]:
+def read_groups(mix: Mix, call: MixCall, group_size: int) -> tuple[Tensor, State]:
     """Queries of group i read the state before the writes of group i; the rest is as in `Mixer.mix`.
 
     The 32 queries of a group, which write nothing, come before its 32 writes, which read nothing.
 
     Args:
         call: queries and writes, L of both; `state` is that before the first group.
+        group_size: in tokens, 32.
 
     Returns:
         The reads [B, L, HO, D], and the state after the last group (empty unless it is kept).
     """
     length = call.q.shape[1]
-    q = _places(call.q, 0)
-    k, v, *gates = (_places(x, 1) for x in (call.k, call.v, *call.gates))
+    q = _places(call.q, group_size, 0)
+    k, v, *gates = (_places(x, group_size, 1) for x in (call.k, call.v, *call.gates))
     output, state = mix(MixCall(q, k, v, tuple(gates), None, call.state, call.keep_state))
-    return output.unflatten(1, (-1, 2, GROUP))[:, :, 0].flatten(1, 2)[:, :length], state
+    return output.unflatten(1, (-1, 2, group_size))[:, :, 0].flatten(1, 2)[:, :length], state
 
 
 def read_only(mix: Mix, q: Tensor, nothing: Tensor, gates: tuple[Tensor, ...], state: State) -> Tensor:
@@ -150,12 +152,11 @@ def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Te
     return room.scatter(1, along(at, new), new.to(room.dtype))[:, :-1].contiguous()
 
 
-def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, base: Tensor, length: int) -> Tensor:
-    """The gates [B, L, ...] of the tokens from 32 `base` on, L = `length`: those that wait, then those of the call.
+def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, first: Tensor, length: int) -> Tensor:
+    """The gates [B, L, ...] of the L = `length` tokens from `first` [B, 1] on: those that wait, then those of the call.
 
-    Arguments are those of `waiting`.
+    Other arguments are those of `waiting`.
     """
-    first = (base * GROUP)[:, None]
     room = new.new_zeros(len(new), length + 1, *new.shape[2:])
     if old is not None:
         places, begin = old.shape[1], numbers.where(numbers >= 0, numbers.amax() + 1).amin(1, keepdim=True)
@@ -172,7 +173,7 @@ def written(gate: Tensor, first: int, end: int | Tensor) -> Tensor:
     return gate.masked_fill((token < first) | (token >= end), 0.0)
 
 
-def _places(x: Tensor, half: int) -> Tensor:
+def _places(x: Tensor, group_size: int, half: int) -> Tensor:
     """x [B, T, ...] in groups of 32, each with 32 zeros behind it (`half` 0) or before it: [B, 2 T', ...]."""
-    groups = F.pad(x, (*[0, 0] * (x.dim() - 2), 0, -x.shape[1] % GROUP)).unflatten(1, (-1, 1, GROUP))
+    groups = F.pad(x, (*[0, 0] * (x.dim() - 2), 0, -x.shape[1] % group_size)).unflatten(1, (-1, 1, group_size))
     return F.pad(groups, (*[0, 0] * (x.dim() - 1), half, 1 - half)).flatten(1, 3)

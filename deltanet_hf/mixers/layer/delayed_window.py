@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, quantised_attention, straight_through
-from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED
+from deltanet_hf.mixers.cache.packed_reach import NAMES
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens
@@ -28,7 +28,7 @@ from deltanet_kernels import pack_prompt, round_tokens
 from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.packed_cache.arranged import ArrangedTokens
 from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
-from deltanet_kernels.packed_cache.layout import GROUP, unpacked
+from deltanet_kernels.packed_cache.layout import unpacked
 from deltanet_kernels.window.cpu import attention
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def leaving(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCa
         return _rows(branch, q, k, v, call, tokens)
     own = {} if call.state is None else {name: call.state[name] for name in branch.state_names}
     count = own["count"].long() if own else q.new_zeros(len(q), dtype=torch.long)
-    base = ((count - 1).clamp_min(0) // GROUP - branch.groups).clamp_min(0)
+    base = ((count - 1).clamp_min(0) // branch.edge - branch.groups).clamp_min(0)
     one = q.shape[1] == 1 and own and call.padding is None and branch.groups > 0
     forms = (_packed_step, _packed_part) if branch.cache_bits < 16 else (_step, _part)
     return forms[0 if one else 1](branch, q, k, v, call, tokens, own, base)
@@ -104,13 +104,10 @@ def _packed_part(
 def _packed_step(
     branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
 ) -> Leaving:
-    keys = values = None
+    packed, keys, values = PackedTokens(branch.kept, own, None), None, None
     if not _nothing_leaves(branch, own["count"]):
-        place = (base % branch.groups)[:, None]  # of the group that may leave, before the step packs another over it
-        group = [own[name].gather(2, _index(place, own[name])) for name in PACKED]
-        restored = unpacked(group, k.dtype, branch.kept.key_order)
-        keys, values = (_and_another(x.transpose(1, 2)) for x in restored)
-    packed = PackedTokens(branch.kept, own, None)
+        leaves = packed.cache_before(k).group(base % branch.groups, k.dtype)  # before the step packs another over it
+        keys, values = (_and_another(x.transpose(1, 2)) for x in leaves)
     near, lse = with_learned_sinks(*packed.attend(q, k, v, branch.scale, branch.softcap), branch.learned_sinks)
     return Leaving(near, lse, keys, values, base, packed.state)
 
@@ -121,8 +118,8 @@ def _part(
     kept = KeptTokens(branch.places, branch.sinks, own, tokens)
     keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
     near, lse = _attend(branch, q, keys, values, tokens, kept.seen)
-    length = branch.places + -(-q.shape[1] // GROUP) * GROUP
-    first = (base * GROUP)[:, None]
+    length = branch.places + -(-q.shape[1] // branch.edge) * branch.edge
+    first = (base * branch.edge)[:, None]
     numbers = kept.seen.numbers.long().expand(len(q), -1)
     at = (numbers - 1 - first).where((numbers > 0) & (numbers > first), length)
     left_keys, left_values = (placed(x.transpose(1, 2), at, length) for x in (keys, values))
@@ -134,7 +131,7 @@ def _step(
 ) -> Leaving:
     left_keys = left_values = None
     if not _nothing_leaves(branch, own["count"]):
-        number = (base * GROUP)[:, None] + torch.arange(GROUP, device=q.device)
+        number = (base * branch.edge)[:, None] + torch.arange(branch.edge, device=q.device)
         place = branch.sinks + (number + 1) % branch.places  # sinks have others, and are never written
         left_keys, left_values = (
             _and_another(own[name].gather(2, _index(place, own[name])).transpose(1, 2)) for name in ("keys", "values")
@@ -158,7 +155,7 @@ def _nothing_leaves(branch: WindowBranch, count: Tensor) -> bool:
     """Whether the host knows that no group leaves the windows of sequences of these lengths [B] with the next token."""
     if count.is_cuda or is_observed():
         return False
-    return not any(n % GROUP == 0 and n >= branch.places for n in count.tolist())
+    return not any(n % branch.edge == 0 and n >= branch.places for n in count.tolist())
 
 
 def _index(place: Tensor, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_reach import held_bytes
+from deltanet_hf.mixers.cache.packed_reach import PackedReach, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
@@ -40,6 +40,7 @@ from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
 from deltanet_hf.mixers.layer.delayed_state import read_groups, read_rows
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.linear_products import linear_products
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.layer.projected import Projected
@@ -171,7 +172,7 @@ class Mixer(LayerKind, nn.Module):
 
     def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
         """`mix` of tokens in groups of 32, in which queries of a group read the state before its writes."""
-        return read_groups(self.mix, call)
+        return read_groups(self.mix, call, PackedReach.group_size)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         """The recurrent state of one sequence."""
@@ -260,7 +261,7 @@ class Mixer(LayerKind, nn.Module):
 
     def project(self, x: Tensor) -> Projected:
         """The projections of x [B, T, hidden], zeros at padding."""
-        return self.projected(x, [None if linear is None else linear(x) for linear in self.readers])
+        return self.projected(x, linear_products(x, self.readers))
 
     def projected(self, x: Tensor, outputs: Sequence[Tensor | None]) -> Projected:
         """The projections of x, from the outputs [B, T, ...] of the `readers`."""
@@ -371,7 +372,7 @@ class Mixer(LayerKind, nn.Module):
         """The reads [B, T, HO, D] of whole sequences without padding, one a row."""
         if self.window_branch is None or not self.delays:
             return self.mix(call)[0]
-        return read_rows(self.mix_groups, call, self.window_branch.groups, self.window_branch.sinks)[0]
+        return read_rows(self.mix_groups, call, self.window_branch)[0]
 
     def activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] with the keys' offset and the activations."""

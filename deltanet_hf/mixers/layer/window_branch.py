@@ -36,7 +36,7 @@ from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.packed_cache.layout import GROUP, SINKS
+from deltanet_kernels.packed_cache.layout import SINKS
 from deltanet_kernels.window.cpu import attention
 
 
@@ -84,7 +84,8 @@ class WindowBranch(Part):
             self.window, self.sinks = min(settings.window, shape.family_window), 0
         self.delayed, self.edge = settings.delayed, 1
         if self.delayed:  # whole groups before a query's own
-            self.edge, self.window = GROUP, cdiv(self.window - 1, GROUP) * GROUP + 1
+            self.edge = PackedReach.group_size
+            self.window = cdiv(self.window - 1, self.edge) * self.edge + 1
         self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None
         self.share_proj = nn.Linear(shape.hidden_size, self.heads)
         self.slopes = ShareSlopes(self.heads)
@@ -200,7 +201,7 @@ class WindowBranch(Part):
     @property
     def groups(self) -> int:
         """N: whole groups before a query's own that it sees, with a state of what has left the window."""
-        return (self.window - 1) // GROUP
+        return (self.window - 1) // self.edge
 
     def unseen(self, numbers: Tensor) -> Tensor:
         """Number of earlier tokens that the teacher's attention sees and the window does not; `numbers` from 1."""

@@ -15,7 +15,7 @@ import torch
 from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.config import ChannelConfig, channel_config, check_supported
-from deltanet_kernels.channel_gates.gradients_inputs import input_gradients_kernel
+from deltanet_kernels.channel_gates.gradients_inputs import InputsForm, input_gradients_kernel
 from deltanet_kernels.channel_gates.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.channel_gates.outputs import outputs_kernel
 from deltanet_kernels.channel_gates.scores import scores_kernel
@@ -222,9 +222,12 @@ def channel_chunk_backward(
         launch(
             input_gradients_kernel, chunks.count * HV * slices, q, k, key, g, beta, do, reads, erases, writes, fade, h,
             dh, vn, dw, dP, dL, dq, dk, dp, dg, parts, *chunk_of, scale, T, B * T,
-            *q.stride()[:3], *k.stride()[:3], *key.stride()[:3], *do.stride()[:3], HQ=HQ, H=H, HP=key.shape[2], HV=HV,
-            K=K, V=V, KP=KP, VP=VP, BK=config.grad_BK, BV=config.BV, OWN_KEY=p is not None, LIMIT=config.limit,
-            **flags, num_warps=config.grad_warps, num_stages=1,
+            *q.stride()[:3], *k.stride()[:3], *key.stride()[:3], *do.stride()[:3],
+            FORM=InputsForm(
+                HQ=HQ, H=H, HP=key.shape[2], HV=HV, K=K, V=V, KP=KP, VP=VP, BK=config.grad_BK, BV=config.BV, C=C,
+                ERASE=erase, OWN_KEY=p is not None, VARLEN=chunks.varlen, LIMIT=config.limit, PRECISION=precision,
+            ),
+            num_warps=config.grad_warps, num_stages=1,
         )  # fmt: skip
     dbeta = parts.sum(0).to(beta.dtype)
     if HO != HQ:

@@ -16,11 +16,38 @@ The terms of dG cancel, so they are float32 products of the same rounded rows th
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from deltanet_kernels.channel_gates.decay import STRONGEST, chunk_sums, pair_gradients, since_start, until_end
 from deltanet_kernels.common.sequences import locate_chunk
+
+
+class InputsForm(NamedTuple):
+    """What `input_gradients_kernel` is compiled for: its compile-time constant FORM."""
+
+    HQ: int
+    H: int
+    HP: int
+    """Heads of the erase key."""
+    HV: int
+    K: int
+    V: int
+    KP: int
+    """K padded to tiles of BK; VP is V, to those of BV."""
+    VP: int
+    BK: int
+    BV: int
+    C: int
+    ERASE: bool
+    OWN_KEY: bool
+    VARLEN: bool
+    """Sequences are packed."""
+    LIMIT: float
+    """A factor e^x with x up to this is exact enough (decay.py)."""
+    PRECISION: str
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -29,9 +56,7 @@ def input_gradients_kernel(
     cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, p_row, p_token: tl.constexpr, p_head,
     o_row, o_token: tl.constexpr, o_head,
-    HQ: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ERASE: tl.constexpr,
-    OWN_KEY: tl.constexpr, VARLEN: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Write dq [B, T, HO, K], dk, dp, dg [B, T, HV, K]; one program per (chunk, state head, slice of K).
 
@@ -39,6 +64,17 @@ def input_gradients_kernel(
 
     Without OWN_KEY p is k, and dk includes dp.
     """
+    HQ: tl.constexpr = FORM.HQ
+    HV: tl.constexpr = FORM.HV
+    K: tl.constexpr = FORM.K
+    KP: tl.constexpr = FORM.KP
+    VP: tl.constexpr = FORM.VP
+    BK: tl.constexpr = FORM.BK
+    BV: tl.constexpr = FORM.BV
+    C: tl.constexpr = FORM.C
+    VARLEN: tl.constexpr = FORM.VARLEN
+    LIMIT: tl.constexpr = FORM.LIMIT
+    PRECISION: tl.constexpr = FORM.PRECISION
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     NK: tl.constexpr = KP // BK
@@ -53,8 +89,8 @@ def input_gradients_kernel(
     live = i < valid
     state = c * HV + head
     dtype: tl.constexpr = writes.dtype.element_ty
-    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
-    p_base = p + row * p_row + (head // (HV // HP)).to(tl.int64) * p_head + first * p_token
+    k_base = k + row * k_row + (head // (HV // FORM.H)).to(tl.int64) * k_head + first * k_token
+    p_base = p + row * p_row + (head // (HV // FORM.HP)).to(tl.int64) * p_head + first * p_token
     strength = tl.load(beta + (flat + i) * HV + head, mask=live, other=0.0).to(tl.float32)
     own = (flat * HV + head) * K
     d = i_k * BK + tl.arange(0, BK)
@@ -84,7 +120,7 @@ def input_gradients_kernel(
         do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
         for v_start in range(0, VP, BV):
             e = v_start + tl.arange(0, BV)
-            mV = live[:, None] & (e < V)[None, :]
+            mV = live[:, None] & (e < FORM.V)[None, :]
             do_tile = tl.load(do_base + (i[:, None] * o_token + e[None, :]), mask=mV, other=0.0).to(dtype)
             S = tl.load(h + state * (VP * KP) + (e[:, None] * KP + d[None, :])).to(dtype)
             d_reads = tl.dot(do_tile, S, d_reads, input_precision=PRECISION)
@@ -93,7 +129,7 @@ def input_gradients_kernel(
         q_at = i[:, None] * (HO * K) + d[None, :]
         tl.store(dq + (flat * HO + out) * K + q_at, (dx * scale).to(dq.dtype.element_ty), mask=m)
 
-    if ERASE:
+    if FORM.ERASE:
         p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
         dx, dy, dG_pairs = pair_gradients(
             p_tile * strength[:, None], k_tile, gate, G, e_pairs, products, dL + state * (C * C), i, BK, C, LIMIT,
@@ -113,7 +149,7 @@ def input_gradients_kernel(
         part = dbeta + (1 + i_k).to(tl.int64) * tokens * HV
         tl.store(part + (flat + i) * HV + head, tl.sum(p_tile * dx, axis=1), mask=live)
         dx *= strength[:, None]
-        if OWN_KEY:
+        if FORM.OWN_KEY:
             tl.store(dp + own + own_at, dx.to(dp.dtype.element_ty), mask=m)
         else:
             dk_tile += dx

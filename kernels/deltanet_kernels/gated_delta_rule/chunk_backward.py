@@ -82,7 +82,7 @@ def chunk_backward(
     q, k, v, do, g = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
     plan = launch_plan(q, k, v, cu_seqlens, precision, call.erase)
-    config, chunks, sizes, flags = plan.config, plan.chunks, plan.sizes, plan.flags
+    config, chunks = plan.config, plan.chunks
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     dh, dw = torch.empty_like(h), torch.empty_like(vn)
     dh0 = q.new_empty((chunks.rows, HV, K, V) if initial else (0,), dtype=torch.float32)
@@ -90,11 +90,8 @@ def chunk_backward(
     strides = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3])
     BV, warps = slices(config.grad_BV, config.grad_warps, V, chunks.rows * HV, multiprocessors(q.device))
     programs = chunks.rows * segments * HV * cdiv(V, BV)
-    stages = config.grad_stages if HQ <= HV else summed_stages(config, sizes["BK"], BV, k.element_size())
-    common = {
-        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps, "STAGES": stages,
-        "READ": plan.form["READ"],
-    }  # fmt: skip
+    stages = config.grad_stages if HQ <= HV else summed_stages(config, plan.sizes["BK"], BV, k.element_size())
+    common = {"SEGMENTS": segments, "STAGES": stages, "FORM": plan.chunk_form(BV), "num_warps": warps}
     inputs = (q, k, factors, Tm, P, do, *_query_sums(q, factors, P, do, plan))
     start = dht
     if segments > 1:
@@ -126,23 +123,23 @@ def chunk_backward(
             launch(
                 joint_gradients_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
-                scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
-                **flags, **plan.form, NORM=norm, GATE=gate, SIGMOID=sigmoid, GROUPS=False, num_warps=4, num_stages=1,
-                maxnreg=255,
+                scale, T, B * T, *strides, *v.stride()[:3],
+                FORM=plan.chunk_form(tile_width(V, v.dtype), NORM=norm, SIGMOID=sigmoid),
+                num_warps=4, num_stages=1, maxnreg=255,
             )  # fmt: skip
         else:
             dG = q.new_empty(HV, B * T, dtype=torch.float32)
             launch(
                 pair_gradients_kernel, chunks.count * HV,
                 k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
-                *strides[3:], *v.stride()[:3], **sizes, **flags, **plan.form, BV=config.pair_BV, SIGMOID=sigmoid,
-                GROUPS=False, num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
+                *strides[3:], *v.stride()[:3], FORM=plan.chunk_form(config.pair_BV, SIGMOID=sigmoid),
+                num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
             )  # fmt: skip
             launch(
                 input_gradients_kernel, chunks.count * k.shape[2],
                 q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of,
-                T, B * T, *strides, **sizes, **flags, **plan.form, NORM=norm, BV=config.input_BV, GATE=gate,
-                GROUPS=False, num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
+                T, B * T, *strides, FORM=plan.chunk_form(config.input_BV, NORM=norm),
+                num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
             )  # fmt: skip
     zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)

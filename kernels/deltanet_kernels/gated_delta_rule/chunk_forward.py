@@ -172,10 +172,10 @@ def states(
         states_kernel, chunks.rows * segments * HV * columns,
         q, k, v, chunk.factors, chunk.T, chunk.P, starts.states, results.o, results.S, results.values, results.final,
         starts.M, starts.spans, chunks.cu_seqlens, chunks.first_chunk, T, B * T, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], **plan.sizes, **plan.flags, BV=BV, SEGMENTS=segments, COMPOSED=composed,
-        STAGES=config.state_stages, READ=plan.form["READ"], INITIAL=starts.states is not None,
-        FINAL=results.final is not None, OUTPUT=_is_fused(call) and not transition,
-        KEEP=results.S is not None and not transition, TRANSITION=transition, num_warps=warps,
+        *v.stride()[:3], INITIAL=starts.states is not None, FINAL=results.final is not None,
+        OUTPUT=_is_fused(call) and not transition, KEEP=results.S is not None and not transition,
+        TRANSITION=transition, SEGMENTS=segments, COMPOSED=composed, STAGES=config.state_stages,
+        FORM=plan.chunk_form(BV), num_warps=warps,
     )  # fmt: skip
 
 

@@ -49,13 +49,20 @@ def joint_gradients_kernel(
     q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, gate_sums,
     cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
-    v_row, v_token: tl.constexpr, v_head,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    GATE: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, GROUPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    v_row, v_token: tl.constexpr, v_head, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, head)."""
+    H: tl.constexpr = FORM.H
+    K: tl.constexpr = FORM.K
+    V: tl.constexpr = FORM.V
+    C: tl.constexpr = FORM.C
+    VARLEN: tl.constexpr = FORM.VARLEN
+    FULL: tl.constexpr = FORM.FULL
+    READ: tl.constexpr = FORM.READ
+    UNDECAYED: tl.constexpr = FORM.UNDECAYED
+    NORM: tl.constexpr = FORM.NORM
+    GROUPS: tl.constexpr = FORM.GROUPS
+    PRECISION: tl.constexpr = FORM.PRECISION
     pid = tl.program_id(0)
     head = pid % H
     c = pid // H
@@ -63,8 +70,8 @@ def joint_gradients_kernel(
     if valid <= 0:
         return
     i = tl.arange(0, C)
-    d = tl.arange(0, BK)
-    e = tl.arange(0, BV)
+    d = tl.arange(0, FORM.BK)
+    e = tl.arange(0, FORM.BV)
     live = i < valid
     mK = live[:, None] & (d < K)[None, :]
     mV = live[:, None] & (e < V)[None, :]
@@ -136,7 +143,7 @@ def joint_gradients_kernel(
     read_i = _row(of_output, at_row, i, live, 1, FULL)
     erase_i = _row(of_state, at_row, i, live, 1, FULL)
     rev_i = _row(of_state, at_row, i, live, 2, FULL)
-    if SIGMOID:
+    if FORM.SIGMOID:
         db = (1.0 - b_i) * db
     else:
         zero_beta = live & (b_i == 0.0)
@@ -201,4 +208,4 @@ def joint_gradients_kernel(
     after = (i[:, None] <= i[None, :]) & live[None, :]
     dg_i = tl.sum(tl.where(after, dG_pairs[None, :] + dG[None, :], 0.0), axis=1)
     sums = gate_sums + (c.to(tl.int64) * H + head) * 2
-    store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, (flat + i) * H + head, head, live, GATE, FULL)
+    store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, (flat + i) * H + head, head, live, FULL)

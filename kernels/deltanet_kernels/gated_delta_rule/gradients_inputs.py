@@ -34,15 +34,27 @@ def input_gradients_kernel(
     q, k, factors, do, h, dh, vn, dw, Z, E, dG_in, g, A_log, dt_bias, dq, dk, dg, gate_sums,
     cu_seqlens, row_of_chunk, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    GATE: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head).
 
     GROUPS: dK and dg alone, over the state heads; if HQ > HV, Z is R [chunks, C / 32, HV, V, K] and q and do are not
     read.
     """
+    H: tl.constexpr = FORM.H
+    HV: tl.constexpr = FORM.HV
+    HQ: tl.constexpr = FORM.HQ
+    K: tl.constexpr = FORM.K
+    V: tl.constexpr = FORM.V
+    BK: tl.constexpr = FORM.BK
+    BV: tl.constexpr = FORM.BV
+    C: tl.constexpr = FORM.C
+    VARLEN: tl.constexpr = FORM.VARLEN
+    FULL: tl.constexpr = FORM.FULL
+    READ: tl.constexpr = FORM.READ
+    NORM: tl.constexpr = FORM.NORM
+    GROUPS: tl.constexpr = FORM.GROUPS
+    PRECISION: tl.constexpr = FORM.PRECISION
     HO: tl.constexpr = HV if GROUPS or HQ < HV else HQ
     GROUP: tl.constexpr = HO // HV
     READS: tl.constexpr = 1 if GROUPS else HO // HQ
@@ -158,7 +170,7 @@ def input_gradients_kernel(
                 written = vn_tile.to(tl.float32) * rev_r[:, None]
                 dK = tl.dot(written.to(dtype), dS, dK, input_precision=PRECISION)
                 k_kept += tl.sum(written * tl.dot(k_tile, tl.trans(dS), input_precision=PRECISION), axis=1)
-            if UNDECAYED:
+            if FORM.UNDECAYED:
                 k_read = row_after(k_read, i)
             # The last token's own write cancels in dG; leaving it out keeps small gate gradients exact.
             kept = tl.where(i == valid - 1, 0.0, k_kept)
@@ -183,7 +195,7 @@ def input_gradients_kernel(
         if x % GROUP == GROUP - 1:
             dg_i = tl.cumsum(tl.where(live, dG, 0.0), axis=0, reverse=True)
             sums = gate_sums + (c.to(tl.int64) * HV + head) * 2
-            store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, (flat + i) * HV + head, head, live, GATE, FULL)
+            store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, (flat + i) * HV + head, head, live, FULL)
     _, _, _, r_i = row_factors(
         state_factors(factors, plane), (key_head * (HV // H)).to(tl.int64) * tokens + flat, i, live, FULL
     )

@@ -29,12 +29,21 @@ from deltanet_kernels.gated_delta_rule.row_factors import (
 def pair_gradients_kernel(
     k, v, factors, P, do, h, vn, dw, Z_out, E_out, dG_out, dv, dbeta, cu_seqlens, row_of_chunk, first_chunk,
     scale, T, tokens, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
-    v_row, v_token: tl.constexpr, v_head,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
+    v_row, v_token: tl.constexpr, v_head, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dV, dbeta, Z, E and dG [HV, B*T]; one program per (chunk, state head)."""
+    HV: tl.constexpr = FORM.HV
+    HQ: tl.constexpr = FORM.HQ
+    K: tl.constexpr = FORM.K
+    V: tl.constexpr = FORM.V
+    BV: tl.constexpr = FORM.BV
+    C: tl.constexpr = FORM.C
+    VARLEN: tl.constexpr = FORM.VARLEN
+    FULL: tl.constexpr = FORM.FULL
+    READ: tl.constexpr = FORM.READ
+    UNDECAYED: tl.constexpr = FORM.UNDECAYED
+    GROUPS: tl.constexpr = FORM.GROUPS
+    PRECISION: tl.constexpr = FORM.PRECISION
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = 0 if GROUPS else HO // HV
     pid = tl.program_id(0)
@@ -44,7 +53,7 @@ def pair_gradients_kernel(
     if valid <= 0:
         return
     i = tl.arange(0, C)
-    d = tl.arange(0, BK)
+    d = tl.arange(0, FORM.BK)
     live = i < valid
     dtype = k.dtype.element_ty
     strict = i[:, None] > i[None, :]
@@ -79,7 +88,7 @@ def pair_gradients_kernel(
             dP = tl.dot(do_tile, tl.trans(vn_tile.to(dtype)), dP, input_precision=PRECISION)
     if vn.dtype.element_ty == dtype:
         db = tl.sum(tl.where(i[:, None] == i[None, :], dL, 0.0), axis=1)
-    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
+    k_base = k + row * k_row + (head // (HV // FORM.H)).to(tl.int64) * k_head + first * k_token
     k_at = k_base + (i[:, None] * k_token + d[None, :])
     k_tile = load_tile(k_at, live[:, None] & (d < K)[None, :], FULL)
     if UNDECAYED:
@@ -121,7 +130,7 @@ def pair_gradients_kernel(
             tl.store(Z_out + tile, (dP * D * (f_i * scale)[:, None]).to(dtype))
     tl.store(dG_out + head.to(tl.int64) * tokens + flat + i, dG, mask=live)
 
-    if SIGMOID:
+    if FORM.SIGMOID:
         db = (1.0 - b_i) * db
     else:
         zero_beta = live & (b_i == 0.0)

@@ -23,9 +23,9 @@ def raw_gradient(x, dx, factor, NORM: tl.constexpr):
 
 
 @triton.jit
-def store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, at, head, live, GATE: tl.constexpr, FULL: tl.constexpr):
-    """Store dg of a chunk's tokens; if GATE, that of the raw logits, and the chunk's part of dA_log and ddt_bias."""
-    if GATE:
+def store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, at, head, live, FULL: tl.constexpr):
+    """Store dg of a chunk's tokens; with A_log, that of the raw logits, and the chunk's part of dA_log and ddt_bias."""
+    if A_log is not None:
         a = load_tile(g + at, live, FULL).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
         rate = tl.exp(tl.load(A_log + head).to(tl.float32))
         tl.store(sums, tl.sum(tl.where(live, -rate * softplus(a) * dg_i, 0.0), axis=0))

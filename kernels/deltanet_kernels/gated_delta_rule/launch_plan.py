@@ -24,6 +24,34 @@ def pinned_config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
     return chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
 
 
+class ChunkForm(NamedTuple):
+    """What the kernels of the states and of the gradients are compiled for: their compile-time constant FORM."""
+
+    H: int
+    HV: int
+    HQ: int
+    K: int
+    V: int
+    BK: int
+    """Width of a tile of K; BV of V."""
+    BV: int
+    C: int
+    VARLEN: bool
+    """Sequences are packed."""
+    FULL: bool
+    """Every tile is full, so that no mask is applied."""
+    READ: bool
+    """There is an erase term; UNDECAYED: its prediction comes from the state before the token's decay."""
+    UNDECAYED: bool
+    PRECISION: str
+    NORM: bool = False
+    """q and k are normalised. Those from here on are of the gradients within a chunk."""
+    SIGMOID: bool = False
+    """`beta` holds logits of the write strength."""
+    GROUPS: bool = False
+    """Queries read the state before their group of 32 tokens (gradients_inputs.py)."""
+
+
 class LaunchPlan(NamedTuple):
     """The plan of one call, the same for its forward and its backward pass."""
 
@@ -57,6 +85,11 @@ class LaunchPlan(NamedTuple):
         return {
             "C": self.config.C, "VARLEN": self.chunks.varlen, "FULL": self.full, "PRECISION": self.precision,
         }  # fmt: skip
+
+    def chunk_form(self, BV: int, **gradients: bool) -> ChunkForm:
+        """The constant of a kernel with slices of BV columns; `gradients` are its last fields."""
+        constants: dict[str, Any] = {**self.sizes, **self.flags, **self.form, **gradients}
+        return ChunkForm(BV=BV, **constants)
 
 
 def launch_plan(

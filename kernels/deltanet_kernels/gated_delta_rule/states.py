@@ -32,17 +32,25 @@ from deltanet_kernels.gated_delta_rule.segments import M_PASS, N_PASS, WALK, loa
 def states_kernel(
     q, k, v, factors, Tm, P, h0, o, h, vn, ht, M, table, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, v_row, v_token: tl.constexpr, v_head,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
-    TRANSITION: tl.constexpr, SEGMENTS: tl.constexpr, COMPOSED: tl.constexpr,
-    READ: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr, TRANSITION: tl.constexpr,
+    SEGMENTS: tl.constexpr, COMPOSED: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Process chunks in order; one program per (sequence, segment, state head, slice of V).
 
     TRANSITION: compute only the map of each segment, where it is used. N is written to ht, as the state that enters
     the next segment; if COMPOSED, slices of M follow those of V.
     """
+    HV: tl.constexpr = FORM.HV
+    HQ: tl.constexpr = FORM.HQ
+    K: tl.constexpr = FORM.K
+    V: tl.constexpr = FORM.V
+    BK: tl.constexpr = FORM.BK
+    BV: tl.constexpr = FORM.BV
+    C: tl.constexpr = FORM.C
+    VARLEN: tl.constexpr = FORM.VARLEN
+    FULL: tl.constexpr = FORM.FULL
+    READ: tl.constexpr = FORM.READ
+    PRECISION: tl.constexpr = FORM.PRECISION
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     SLICES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION and COMPOSED else NV
@@ -75,7 +83,7 @@ def states_kernel(
     GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
     HO: tl.constexpr = HQ if HQ > HV else HV
     # Scalar 64-bit bases and small 32-bit offsets inside a tile: 64-bit tiles of addresses would cost registers.
-    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + begin * k_token
+    k_base = k + row * k_row + (head // (HV // FORM.H)).to(tl.int64) * k_head + begin * k_token
     v_base = v + row * v_row + head.to(tl.int64) * v_head + begin * v_token
     q_base = q + row * q_row + begin * q_token
     k_at = i[:, None] * k_token + d[None, :]

@@ -43,10 +43,8 @@ from deltanet_kernels.gated_delta_rule.segments import N_BACK, WALK_BACK, load_s
 def states_backward_kernel(
     q, k, factors, Tm, P, do, A, R, dht, dh, dw, dh0, table, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
-    READ: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Process chunks in reverse, write dS [V, K] and dW; one program per (sequence, segment, state head, slice of V).
 
@@ -54,6 +52,17 @@ def states_backward_kernel(
 
     Not KEEP: compute only N' of each segment, where it is used, into dh0 as the gradient that enters the previous one.
     """
+    HV: tl.constexpr = FORM.HV
+    HQ: tl.constexpr = FORM.HQ
+    K: tl.constexpr = FORM.K
+    V: tl.constexpr = FORM.V
+    BK: tl.constexpr = FORM.BK
+    BV: tl.constexpr = FORM.BV
+    C: tl.constexpr = FORM.C
+    VARLEN: tl.constexpr = FORM.VARLEN
+    FULL: tl.constexpr = FORM.FULL
+    READ: tl.constexpr = FORM.READ
+    PRECISION: tl.constexpr = FORM.PRECISION
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
@@ -75,7 +84,7 @@ def states_backward_kernel(
     if FINAL:
         dS += load_tile(dht + state * K * V + outer, mS, FULL).to(tl.float32)
 
-    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + begin * k_token
+    k_base = k + row * k_row + (head // (HV // FORM.H)).to(tl.int64) * k_head + begin * k_token
     q_base = q + row * q_row + begin * q_token
     do_base = do + row * o_row + begin * o_token
     k_at = i[:, None] * k_token + d[None, :]

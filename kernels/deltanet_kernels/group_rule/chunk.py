@@ -191,13 +191,12 @@ def group_backward(
         return dq, dk, dv, dg, dbeta, dh0
     E = torch.empty_like(Tm)
     if kernel is GRADIENTS_64:
-        joint = {name: sizes[name] for name in ("H", "K", "V", "BK", "C", "FULL", "PRECISION")}
         launch(
             joint_gradients_kernel, chunks.count * HV,
             q, k, v, factors, None, do, h, dh, vn, dw, torch.empty_like(E), E, g, None, None, dq, dk, dv, dg, dbeta,
-            none, None, None, None, scale, T, B * T, *strides, *v.stride()[:3], **joint, BV=tile_width(V, v.dtype),
-            **plan.form, VARLEN=False, NORM=norm, GATE=False, SIGMOID=False, GROUPS=True, num_warps=4, num_stages=1,
-            maxnreg=255,
+            none, None, None, None, scale, T, B * T, *strides, *v.stride()[:3],
+            FORM=plan.chunk_form(tile_width(V, v.dtype), NORM=norm, GROUPS=True),
+            num_warps=4, num_stages=1, maxnreg=255,
         )  # fmt: skip
         return dq, dk, dv, dg, dbeta, dh0
     launch(
@@ -206,18 +205,17 @@ def group_backward(
         num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
     )  # fmt: skip
     dG = q.new_empty(HV, B * T, dtype=torch.float32)
-    sizes |= plan.form | {"VARLEN": False, "GROUPS": True}
     launch(
         pair_gradients_kernel, chunks.count * HV,
         k, v, factors, None, do, h, vn, dw, None, E, dG, dv, dbeta, None, None, None, scale, T, B * T,
-        *strides[3:], *v.stride()[:3], **sizes, BV=config.pair_BV, SIGMOID=False, num_warps=config.pair_warps,
-        num_stages=1, maxnreg=config.pair_registers,
+        *strides[3:], *v.stride()[:3], FORM=plan.chunk_form(config.pair_BV, GROUPS=True),
+        num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
     )  # fmt: skip
     launch(
         input_gradients_kernel, chunks.count * k.shape[2],
         q, k, factors, do, h, dh, vn, dw, R, E, dG, g, None, None, None, dk, dg, none, None, None, None, T, B * T,
-        *strides, **sizes, NORM=norm, BV=config.input_BV, GATE=False, num_warps=config.input_warps, num_stages=1,
-        maxnreg=config.input_registers,
+        *strides, FORM=plan.chunk_form(config.input_BV, NORM=norm, GROUPS=True), num_warps=config.input_warps,
+        num_stages=1, maxnreg=config.input_registers,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta, dh0
 

@@ -10,8 +10,7 @@ from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
-from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupStepCall
-from deltanet_kernels.packed_cache.layout import GROUP, unpacked
+from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupStepCall
 from deltanet_kernels.prompt.calls import GateValuesCall
 from deltanet_kernels.prompt.cpu import torch_gate_values
 
@@ -43,8 +42,7 @@ def torch_group_step_(call: GroupStepCall) -> Tensor:
     leaves = (number % GROUP == 0) & (number >= GROUP * (groups + 1))
     if is_observed() or bool(leaves.any()):
         first = (number - GROUP * (groups + 1)).clamp_min(0)
-        own = [x[row, :, first // GROUP % groups].unsqueeze(2) for x in cache[:4]]
-        k, v = (x.transpose(1, 2).to(wide) for x in unpacked(own, q.dtype, cache.key_order))
+        k, v = (x.transpose(1, 2).to(wide) for x in cache.group(first // GROUP % groups, q.dtype))
         times = state.shape[1] // k.shape[2]
         token = first[:, None] + torch.arange(GROUP, device=q.device)
         kept = (token >= call.sinks).unsqueeze(-1)

@@ -35,6 +35,7 @@ from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, chunk_config
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward
 from deltanet_kernels.gated_delta_rule.chunk_forward import Kept as KeptByRule
+from deltanet_kernels.gated_delta_rule.launch_plan import ChunkForm
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.states import states_kernel
@@ -154,10 +155,13 @@ def mesa_forward(
     launch(
         states_kernel, chunks.rows * HV * cdiv(W, BV),
         q, k, both, factors, none, P, start, none, states, written, ht, none, None, chunks.cu_seqlens,
-        chunks.first_chunk, T, B * T, *q.stride()[:3], *k.stride()[:3], *both.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=W,
-        BK=BK, BV=BV, C=chunks.size, VARLEN=chunks.varlen, FULL=full, INITIAL=start is not None, FINAL=final,
-        OUTPUT=False, KEEP=True, TRANSITION=False, SEGMENTS=1, COMPOSED=False, READ=False, PRECISION=PRECISION,
-        STAGES=config.state_stages, num_warps=warps,
+        chunks.first_chunk, T, B * T, *q.stride()[:3], *k.stride()[:3], *both.stride()[:3], INITIAL=start is not None,
+        FINAL=final, OUTPUT=False, KEEP=True, TRANSITION=False, SEGMENTS=1, COMPOSED=False, STAGES=config.state_stages,
+        FORM=ChunkForm(
+            H=H, HV=HV, HQ=HQ, K=K, V=W, BK=BK, BV=BV, C=chunks.size, VARLEN=chunks.varlen, FULL=full, READ=False,
+            UNDECAYED=False, PRECISION=PRECISION,
+        ),
+        num_warps=warps,
     )  # fmt: skip
     new = torch.empty if cu_seqlens is None else torch.zeros  # tokens after the last packed sequence get zeros
     o, x = new(B, T, HO, V, dtype=v.dtype, device=v.device), new(B, T, HO, K, dtype=k.dtype, device=k.device)

@@ -76,6 +76,11 @@ class PackedKeyValues(NamedTuple):
         """Other tokens with the same key order."""
         return PackedKeyValues(*tensors, self.key_order)  # type: ignore[call-arg]
 
+    def group(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, HK, 32, D] of the packed group of each sequence in the place [B]."""
+        row = torch.arange(len(place), device=place.device)
+        return unpacked([x[row, :, place].unsqueeze(2) for x in self[:4]], dtype, self.key_order)
+
 
 def is_packable(D: int) -> bool:
     """Whether heads of D channels have a packed form: whole groups of channels, or an even part of one."""

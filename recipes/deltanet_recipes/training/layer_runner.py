@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from deltanet_hf.models.decoder import LayerInputs, LayerwiseDecoder
 from deltanet_recipes.data.packing import Rows
@@ -45,10 +46,13 @@ class LayerRunner:
             cu_seqlens: [N + 1] int32, boundaries of packed documents over the R*L tokens (`document_boundaries`), or
                 None if no row holds more than one document.
         """
-        packing: dict[str, Any] = {}
-        if cu_seqlens is not None:
+        if cu_seqlens is None:
+            # Without a cache, transformers looks for document boundaries, and waits for the device to do so.
+            entry = self._decoder.enter(input_ids=rows.input_ids, past_key_values=DynamicCache())
+            entry = LayerInputs(entry.hidden, [{**kwargs, "past_key_values": None} for kwargs in entry.kwargs])
+        else:
             packing = {"position_ids": rows.position_ids, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        entry = self._decoder.enter(input_ids=rows.input_ids, **packing)
+            entry = self._decoder.enter(input_ids=rows.input_ids, **packing)
         return _in_autocast_dtype(entry)
 
     def run_layers(self, entry: LayerInputs, keep: bool = True) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -110,9 +110,15 @@ class MicroStep:
 
 
 def compile_layers(modules: list[nn.Module]) -> None:
-    """Wrap the forward of each module in torch.compile, once. Layers of one kind share their compiled code."""
+    """Wrap the forward of each module in torch.compile, once. Layers of one kind share their compiled code.
+
+    The lengths of their windows are arguments of it, so that layers whose windows differ share it too. What was
+    compiled before is thrown away: code that meets a second shape is compiled for all shapes, and is slower.
+    """
+    torch.compiler.reset()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for module in modules:
         if "forward" in vars(module):
             continue
-        module.forward = torch.compile(module.forward, dynamic=False)  # type: ignore[method-assign]
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]

@@ -1,17 +1,18 @@
 """Measures how far a teacher reads, and how far it does once converted, without training unless models are given.
 
-    python -m measuring.study.context TEACHER arrays/reported/novels.npy recipes/results/smollm2-135m-context.json
+    deltanet-hf convert TEACHER CONVERTED --context 32k
+    python -m measuring.study.context TEACHER CONVERTED arrays/reported/novels.npy \
+        recipes/results/smollm2-135m-context.json
 
-The rows: the teacher, the teacher by YaRN, the default conversion with the teacher's positions and with each kind of
-positions beyond, and models of `--model`. Of each, at 8k, 16k and 32k tokens: needles found (`far_needles.py`), and the
-nats of the same 2,048 tokens of novels at the end of texts of these lengths. Minutes on a GPU, in bfloat16; models keep
-keys and values in their own bits.
+The rows: the teacher, the teacher by YaRN, the conversion with the teacher's positions and with each kind of positions
+beyond, and models of `--model`. Of each, at a quarter, half and all of the tokens that the conversion reads: needles
+found (`far_needles.py`), and the nats of the same 2,048 tokens of novels at the end of texts of these lengths. Minutes
+on a GPU, in bfloat16; models keep keys and values in their own bits.
 """
 
 from __future__ import annotations
 
 import shlex
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,50 +24,51 @@ import torch
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from deltanet_convert.conversion import convert
-from deltanet_convert.job import prepare
-from deltanet_convert.options import ConvertOptions
 from deltanet_hf.data import with_prefix
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure
 from deltanet_hf.exit_codes import run_command
+from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
 from deltanet_hf.models.cache_bits import cache_bits_of, stored_bytes
 from deltanet_hf.models.far_positions import PositionKind, yarn_config
 from measuring.rows import Row, RowFile, fill, machine
 from measuring.study.far_needles import KINDS
+from measuring.study.provenance import flags
 
-LENGTHS = (8192, 16384, 32768)
 SCORED = 2048  # tokens at the end of a text whose nats are measured
 TEXTS, PROBES = 8, 20  # of each length
 Maker = Callable[[], PreTrainedModel]
 
 
-def far_settings(tokenizer: PreTrainedTokenizerBase, novels: np.ndarray) -> Settings:
-    """What is measured at `LENGTHS`.
+def far_settings(
+    tokenizer: PreTrainedTokenizerBase, novels: np.ndarray, longest: int, limit: int | None = None
+) -> Settings:
+    """What is measured at a quarter, half and all of `longest` tokens.
 
     Args:
         novels: token ids [n] of running text.
+        limit: largest number of texts and of probes of a kind; None for no limit.
     """
-    if novels.size < max(LENGTHS):
-        raise UserError(f"novels: got {novels.size:,} tokens, a text takes {max(LENGTHS):,}; give a longer array")
-    ends = np.linspace(max(LENGTHS), novels.size, TEXTS).astype(int)
+    if novels.size < longest:
+        raise UserError(f"novels: got {novels.size:,} tokens, a text takes {longest:,}; give a longer array")
+    ends = np.linspace(longest, novels.size, min(TEXTS, limit or TEXTS)).astype(int)
     texts, probes = {}, {}
-    for length in LENGTHS:
+    for length in (longest // 4, longest // 2, longest):
         cut = torch.from_numpy(np.stack([novels[end - length : end] for end in ends]))
         texts[_short(length)] = Text(with_prefix(cut, tokenizer), SCORED)
         for name, kind in KINDS.items():
-            probes[f"{name}_{_short(length)}"] = kind.probes(tokenizer, novels, length, PROBES)
+            probes[f"{name}_{_short(length)}"] = kind.probes(tokenizer, novels, length, min(PROBES, limit or PROBES))
     return Settings(texts, probes=probes)
 
 
-def far_row(model: PreTrainedModel, settings: Settings) -> Row:
-    """Shares of numbers that are found, and nats per token; the bytes of a sequence of the greatest length."""
+def far_row(model: PreTrainedModel, settings: Settings, longest: int) -> Row:
+    """Shares of numbers that are found, and nats per token; the bytes of a sequence of `longest` tokens."""
     measured = measure(model, settings)
     found = {name: round(measured.clusters[name].mean, 3) for name in measured.probes}
     nats = {f"nats_{name}": round(measured.clusters[f"loss_{name}"].mean, 4) for name in settings.texts}
-    size = stored_bytes(model, max(LENGTHS), cache_bits_of(model), torch.bfloat16)
-    return {**found, **nats, f"MB_{_short(max(LENGTHS))}": round(size / 1e6, 1)}
+    size = stored_bytes(model, longest, cache_bits_of(model), torch.bfloat16)
+    return {**found, **nats, f"MB_{_short(longest)}": round(size / 1e6, 1)}
 
 
 def _short(tokens: int) -> str:
@@ -74,49 +76,43 @@ def _short(tokens: int) -> str:
 
 
 def main(
-    teacher: Annotated[str, typer.Argument(help="Softmax model: a folder, a Hub id or a .gguf file.")],
+    teacher: Annotated[str, typer.Argument(help="Softmax model: a folder or a Hub id.")],
+    converted: Annotated[Path, typer.Argument(help="Folder that `convert --context` made of it.")],
     novels: Annotated[Path, typer.Argument(help=".npy file of token ids, a text of 33k tokens or more.")],
     out: Annotated[Path, typer.Argument(help="JSON file to which rows are added; it keeps those that it has.")],
     model: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a trained model; repeatable.")] = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="Largest number of texts and of probes of a kind.")] = None,
 ) -> None:
     """Measure a teacher, its untrained conversions and trained models beyond its positions."""
     began, device = time.perf_counter(), chosen_device(None)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    with tempfile.TemporaryDirectory() as folder:
-        converted = Path(folder) / "converted"
-        options = ConvertOptions(context=str(max(LENGTHS)), dtype=_name(dtype))
-        job = prepare(teacher, converted, options)
-        convert(job, converted, lambda *_: None)
-        own = job.teacher.source.folder
-        makers = {**_teachers(job.teacher.name, own, dtype), **_students(converted, dtype)}
-        for name, _, trained in (entry.partition("=") for entry in model or ()):
-            makers[name] = partial(load_model, name, Path(trained), dtype)
-        settings = far_settings(load_tokenizer(job.teacher.name, own), np.load(novels).astype(np.int64))
+    own = loadable_folder(teacher)
+    longest = int(load_config("converted", converted).max_position_embeddings)  # type: ignore[attr-defined]
+    makers = {**_teachers(teacher, own, longest, dtype), **_students(converted, dtype)}
+    for name, _, trained in (entry.partition("=") for entry in model or ()):
+        makers[name] = partial(load_model, name, Path(trained), dtype)
+    settings = far_settings(load_tokenizer(teacher, own), np.load(novels).astype(np.int64), longest, limit)
 
-        def row(labels: Row) -> Row:
-            return far_row(makers[labels["model"]]().to(device), settings)  # type: ignore[arg-type]
+    def row(labels: Row) -> Row:
+        return far_row(makers[labels["model"]]().to(device), settings, longest)  # type: ignore[arg-type]
 
-        words = [
-            job.teacher.name,
-            novels.name,
-            out.name,
-            *(f"--model={entry.split('=')[0]}=FOLDER" for entry in model or ()),
-        ]
-        head = {
-            "command": shlex.join(["python", "-m", "measuring.study.context", *words]),
-            **machine("transformers", "triton"),
-            "probes": PROBES,
-            "texts": TEXTS,
-            "scored_tokens": SCORED,
-        }
-        fill(RowFile(out, ("model",), head), ({"model": name} for name in makers), row)
+    words = [Path(teacher).name, converted.name, novels.name, out.name, *flags(limit=limit)]
+    words += [f"--model={entry.split('=')[0]}=FOLDER" for entry in model or ()]
+    head = {
+        "command": shlex.join(["python", "-m", "measuring.study.context", *words]),
+        **machine("transformers", "triton"),
+        "probes": min(PROBES, limit or PROBES),
+        "texts": min(TEXTS, limit or TEXTS),
+        "scored_tokens": SCORED,
+    }
+    fill(RowFile(out, ("model",), head), ({"model": name} for name in makers), row)
     typer.echo(f"{out}: {time.perf_counter() - began:.0f} s")
 
 
-def _teachers(name: str, folder: Path, dtype: torch.dtype) -> dict[str, Maker]:
+def _teachers(name: str, folder: Path, longest: int, dtype: torch.dtype) -> dict[str, Maker]:
     """The teacher as it is and by YaRN."""
     config = load_config(name, folder)
-    further = yarn_config(config, int(config.max_position_embeddings), max(LENGTHS))  # type: ignore[attr-defined]
+    further = yarn_config(config, int(config.max_position_embeddings), longest)  # type: ignore[attr-defined]
     load = partial(load_model, name, folder, dtype)
     return {"teacher": load, "teacher, YaRN": partial(load, config=further)}
 
@@ -133,10 +129,6 @@ def _students(folder: Path, dtype: torch.dtype) -> dict[str, Maker]:
             config.deltanet = config.deltanet | {"positions": positions | {"kind": kind}}
         made[f"converted, {kind or 'as it is'}"] = partial(load_model, "converted", folder, dtype, config=config)
     return made
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ Command: `python -m measuring.study.state_rows ARRAYS OUT --teacher FOLDER --mod
 - kl_1k, kl_4k, kl_8k: KL from the teacher in nats on texts of so many tokens, and kl_8k_last_quarter on the last 2,048
   tokens of the 8k texts;
 - needles_2k, needles_8k, prose_2k, prose_4k: facts found again, in percent;
+- with `--tasks`, the columns of `--column` (`task_suites.py`), in percent;
 - stderr: the standard errors of these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.data import with_prefix
+from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Measured, Settings, Text, measure
 from deltanet_hf.evaluation.tasks.text_windows import windows
 from deltanet_hf.exit_codes import run_command
@@ -31,6 +34,7 @@ from measuring.study.hybrid_measure import HAYSTACK, TEXTS
 from measuring.study.provenance import commands, flags
 from measuring.study.recall_cells import recall_cells
 from measuring.study.results_row import load_for_measure, run_facts
+from measuring.study.task_suites import TaskSuites
 
 KL = ("1k", "4k", "8k")  # names in `TEXTS`
 FACTS = ("needles_2k", "needles_8k", "prose_2k", "prose_4k")
@@ -61,13 +65,13 @@ def _last(windows_NT: Tensor, tokens: int) -> np.ndarray:
     return np.broadcast_to(np.arange(1, length) >= length - tokens, (count, length - 1))
 
 
-def columns(measured: Measured) -> dict[str, Any]:
-    """The columns of a row that are measured."""
+def columns(measured: Measured, shares: Sequence[str]) -> dict[str, Any]:
+    """The columns of a row that are measured; `shares` are those in percent."""
     found = {f"kl_{text}": measured.clusters[f"kl_{text}"].score for text in KL}
     found["kl_8k_last_quarter"] = measured.clusters["last_quarter_8k_kl"].score
     row = {name: round(score.value, 5) for name, score in found.items()}
     stderr = {name: round(score.stderr, 5) for name, score in found.items()}
-    for name in FACTS:
+    for name in shares:
         score = measured.clusters[name].score
         row[name], stderr[name] = round(100 * score.value, 1), round(100 * score.stderr, 1)
     return row | {"stderr": stderr}
@@ -82,12 +86,22 @@ def main(
     budget: Annotated[float | None, typer.Option(help="MB at 2,048 tokens that the models were planned for.")] = None,
     bits: Annotated[int | None, typer.Option(help="Bits of the caches.", show_default="the model's own")] = None,
     limit: Annotated[int | None, typer.Option(min=2, help="Largest number of texts and of probes of a kind.")] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Folder of NAME/SPLIT.jsonl.gz files, for --column.")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="A suite to measure, such as humaneval, mbpp or gsm8k; repeatable.")
+    ] = None,
 ) -> None:
     """Measure converted models; add one row for each to a results file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded: Any = load_for_measure(teacher, device)
-    settings = state_settings(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit)
-    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit)]
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    settings, asked = state_settings(arrays, loaded, tokenizer, limit), column or []
+    longest = int(loaded.config.max_position_embeddings)
+    suites = TaskSuites(tasks, teacher, tokenizer, longest, limit, asked) if tasks else None
+    if missing := suites.missing if suites else dict.fromkeys(asked, "needs --tasks"):
+        raise UserError("; ".join(f"--column {name}: {reason}" for name, reason in missing.items()))
+    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, tasks=tasks)]
+    common += [f"--column={name}" for name in asked]
     for entry in model:
         name, _, folder = entry.partition("=")
         student: Any = load_for_measure(folder, device)
@@ -96,7 +110,10 @@ def main(
         width, run = cache_bits_of(student), run_facts(Path(folder))
         row: dict[str, Any] = {"run": name, "product": product, "budget_mb": budget, "bits": width}
         row |= {f"mb_{at}k": round(stored_bytes(student, at * 1024, width) / 1e6, 3) for at in (2, 32)}
-        row |= {"tokens": run.get("tokens", 0), "seed": run.get("seed"), **columns(measure(student, settings))}
+        measured = measure(student, settings)
+        if suites is not None:
+            measured.clusters.update(suites(student))
+        row |= {"tokens": run.get("tokens", 0), "seed": run.get("seed"), **columns(measured, (*FACTS, *asked))}
         words = [*common, *flags(model=f"{name}=FOLDER", product=product or None, budget=budget, bits=bits)]
         row["command"] = commands(Path(folder), "measuring.study.state_rows", words)
         RowFile(out).add(row)

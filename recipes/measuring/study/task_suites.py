@@ -19,6 +19,7 @@ row says what is missing.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,19 +80,27 @@ class TaskSuites:
         data: folder of NAME/SPLIT.jsonl.gz files.
         teacher: folder of the teacher, whose tokenizer counts the tokens of RULER's texts.
         limit: largest number of items per task; None for those of `SETS` and `RULER_ITEMS`.
+        columns: those to measure.
     """
 
     def __init__(
-        self, data: Path, teacher: str, tokenizer: PreTrainedTokenizerBase, longest: int, limit: int | None = None
+        self,
+        data: Path,
+        teacher: str,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        limit: int | None = None,
+        columns: Collection[str] = COLUMNS,
     ) -> None:
         # Imports lm-eval, which front.py does without where no suites are measured.
         from deltanet_hf.evaluation.tasks.local_data import missing_files
         from deltanet_hf.evaluation.tasks.ruler import Ruler
 
         self.tokenizer = tokenizer
-        self.missing: dict[str, str] = {}
+        self.missing = {column: "no such suite" for column in columns if column not in COLUMNS}
         self.parts: list[Part] = []
-        for column, (tasks, items, rows) in SETS.items():
+        for column in (name for name in SETS if name in columns):
+            tasks, items, rows = SETS[column]
             chat = tokenizer if tasks is IFEVAL else None
             of = {column: [task.name for task in tasks]}
             if tasks[0] in CODE and not code_allowed():
@@ -102,17 +111,17 @@ class TaskSuites:
                 self.parts.append(_part(tasks, data, min(limit or items, items), of, rows, chat=chat))
         known = {task.name: task for task in RULER}
         absent = missing_packages("ruler")
-        for length, columns in LENGTHS.items():
+        for length, texts in LENGTHS.items():
+            if not (asked := {column: list(names) for column, names in texts if column in columns}):
+                continue
             if absent or length > longest:
                 reason = f"needs {' and '.join(absent)}" if absent else f"the model has {longest:,} positions"
-                self.missing |= {column: reason for column, _ in columns}
+                self.missing |= dict.fromkeys(asked, reason)
                 continue
             ruler = Ruler(length, teacher, min(limit or RULER_ITEMS[length], RULER_ITEMS[length]))
-            tasks = tuple(known[name] for _, names in columns for name in names)
-            of = {column: list(names) for column, names in columns}
-            self.parts.append(
-                _part(tasks, None, None, of, max(1, min(_PROMPT_TOKENS // length, _PROMPT_PAIRS // length**2)), ruler)
-            )
+            tasks = tuple(known[name] for names in asked.values() for name in names)
+            rows = max(1, min(_PROMPT_TOKENS // length, _PROMPT_PAIRS // length**2))
+            self.parts.append(_part(tasks, None, None, asked, rows, ruler))
 
     def __call__(self, model: PreTrainedModel) -> dict[str, Clusters]:
         """Column -> one cluster per item."""

@@ -2,7 +2,7 @@
 
 Prompts of different lengths, padded on the left, take the general form of attention, which for packed caches is much
 slower than the kernels. Here a batch reads as many tokens as its shortest prompt has, and one token per step from then
-on: the next of the prompt, or the most likely one once the prompt is over.
+on: the next of the prompt, or the most likely one once the prompt is over. A GPU replays the step as a graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.evaluation.measures.decoding_mode import read
+from deltanet_hf.decoding.fixed_cache import NotRecordable
+from deltanet_hf.decoding.graphed_step import graphed_step
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Step, read
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 
 
@@ -36,10 +38,20 @@ def continuations(model: PreTrainedModel, prompts: list[Tensor], count: int) -> 
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     short, whole = int(lengths.min()), int(lengths.max()) + count
     tokens = torch.stack([torch.nn.functional.pad(prompt, (0, whole - len(prompt))) for prompt in prompts])
-    cache, begin = DynamicCache(config=model.config), 0
+    cache = DynamicCache(config=model.config)
+    best = read(model, tokens[:, :short], cache)
+    step = _step(model, cache, whole - short)
     for end in range(short, whole):
-        ids = tokens[:, begin:end]
-        best = read(model, ids, cache)[:, 0]
-        tokens[:, end] = torch.where(lengths > end, tokens[:, end], best)
-        begin = end
+        tokens[:, end] = torch.where(lengths > end, tokens[:, end], best[:, 0])
+        if end + 1 < whole:
+            best = step(tokens[:, end : end + 1])
     return torch.stack([row[length : length + count] for row, length in zip(tokens, lengths.tolist(), strict=True)])
+
+
+def _step(model: PreTrainedModel, cache: DynamicCache, tokens: int) -> Step:
+    """The step of a model on a cache, for so many tokens; recorded, if it can be."""
+    try:
+        logits = graphed_step(model, cache, tokens)
+    except NotRecordable:
+        return EAGER.step(model, cache)
+    return lambda token: logits(token).argmax(-1)
