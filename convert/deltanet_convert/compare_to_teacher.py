@@ -16,6 +16,7 @@ from deltanet_hf.mixers import LayerKind, Mixer
 from deltanet_hf.mixers.attention.family_attention import kind_of
 
 from .layer_stream import Head
+from .start.copy_weights import expand_heads
 
 LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
 
@@ -93,18 +94,14 @@ def _softmax_form(attention: Any, layer: Any) -> Any:
     k_norm = getattr(attention, "k_norm", None)
     if k_norm is not None and k_norm.weight.numel() > layer.head_dim:
         expanded.k_norm = copy.copy(k_norm)
-        expanded.k_norm._parameters = {"weight": nn.Parameter(_repeat(k_norm.weight, layer.head_dim, groups), False)}
+        expanded.k_norm._parameters = {
+            "weight": nn.Parameter(expand_heads(k_norm.weight, layer.head_dim, groups), False)
+        }
     return expanded
 
 
 def _kv_heads(attention: Any) -> int:
     return int(attention.config.num_key_value_heads)
-
-
-def _repeat(values: Tensor, head_dim: int, groups: int) -> Tensor:
-    """Repeats each head's block of rows: [kv_heads * D, ...] -> [kv_heads * groups * D, ...]."""
-    repeated: Tensor = values.unflatten(0, (-1, head_dim)).repeat_interleave(groups, dim=0).flatten(0, 1)
-    return repeated
 
 
 def _with_bias(layer: Mixer, attention: Any, name: str, groups: int) -> nn.Module:
@@ -115,7 +112,7 @@ def _with_bias(layer: Mixer, attention: Any, name: str, groups: int) -> nn.Modul
         return projection  # type: ignore[no-any-return]
     full = copy.copy(projection)
     full._parameters = dict(projection._parameters)
-    full.bias = nn.Parameter(bias if name == "q_proj" else _repeat(bias, layer.head_dim, groups), False)
+    full.bias = nn.Parameter(bias if name == "q_proj" else expand_heads(bias, layer.head_dim, groups), False)
     return full  # type: ignore[no-any-return]
 
 

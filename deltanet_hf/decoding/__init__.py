@@ -15,8 +15,7 @@ Short prompts are recorded, too.
     recordings.py         the recordings of each model
     recorders.py          how a device records work; the tests add a recorder for CPUs
     served.py             the same for softmax models
-    graphed_step.py       the recorded step for other loops than `generate`
-    compiled_forward.py   torch.compile's form of a model, which `graphed_step` can record instead
+    graphed_step.py       the recorded step for other loops than `generate`, or that of torch.compile's form of a model
     fixed_cache.py        the tensors of a cache at addresses that stay
 
 Recurrent states and windows have one size at any length, so one recording serves all positions. The keys and values of

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from deltanet_hf.decoding.compiled_forward import compiled_forward
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
 from deltanet_hf.decoding.recorded_step import RecordedStep
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.fast import fast_form
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
+
+VARIANTS = 64  # of one function; after 8 of them, PyTorch's own limit, it would silently run uncompiled
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ def graphed_step(
     with torch.inference_mode(False):  # such tensors may be changed in both modes
         ids, positions = (torch.full((rows, 1), start, device=model.device) for start in (0, seen))
         inputs = {"input_ids": ids, "position_ids": positions}
-        forward = compiled_forward(model) if compiled else fast_form(model)
+        forward = _compiled_forward(model) if compiled else fast_form(model)
         if isinstance(forward, str):
             raise NotRecordable(forward)
         step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
@@ -63,3 +65,19 @@ def graphed_step(
         return step.replay()
 
     return read
+
+
+def _compiled_forward(model: PreTrainedModel) -> Callable[..., Any]:
+    """The model's forward, as a function of the model and its inputs, compiled by Inductor for the exact shapes of each
+    call, without gradients.
+
+    Its own CUDA graphs are off (the default mode of torch.compile), so that the caller can record it. Called in
+    inference mode it leaves that mode: then compiled code may write to any tensor of a cache.
+    """
+    compiled = torch.compile(model.forward, dynamic=False)
+
+    def forward(_: PreTrainedModel, **inputs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad(), torch._dynamo.config.patch(recompile_limit=VARIANTS):
+            return compiled(**inputs)
+
+    return forward

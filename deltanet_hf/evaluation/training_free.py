@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window

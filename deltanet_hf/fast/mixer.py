@@ -24,14 +24,14 @@ from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.fast.window import mixture, window_attended, window_step
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.delta_rule import DeltaRule
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
-from deltanet_kernels.arguments import LATE, GatedNormCall, RuleCall
+from deltanet_kernels.arguments import GatedNormCall, RuleCall
 from deltanet_kernels.gated_delta_rule.operators import chunk_rule
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
 
@@ -166,7 +166,7 @@ class FastDeltaRule(FastMixer, DeltaRule):
         g, beta = call.gates
         rule = RuleCall(call.q, call.k, call.v, g, beta, None, None, call.keep_state, True, erase=self.erase)
         output, new_state = chunk_rule.unchecked(rule)
-        return output, self.stored(new_state, call.v.dtype)
+        return output, stored(new_state, self.settings.state_dtype)
 
     @property
     def has_step(self) -> bool:  # type: ignore[override]
@@ -195,7 +195,6 @@ class FastDeltaRule(FastMixer, DeltaRule):
         x, q, k, v = projected[:4]
         rule_gates = self.step_gates(projected)
         cos, sin = self.angles(position_embeddings)
-        late: dict[str, Any] = {name: state[name] for name in LATE if name in state}
 
         def recur() -> Tensor:
             return gated_delta_step_(
@@ -223,7 +222,6 @@ class FastDeltaRule(FastMixer, DeltaRule):
                 erase=self.erase,
                 kv_repeats=self.kv_repeats,
                 slots=call.slots,
-                **late,
             )
 
         branch = self.window_branch

@@ -1,4 +1,5 @@
-"""The kinds of layers that can take the place of softmax attention: one file per mixer, one row here.
+"""The kinds of layers that can take the place of softmax attention: one row here; one file per mixer,
+but for those of `quadratic/` and `inner_training/`.
 
 How to add one: see docs/contributing.md. The tests run over every row of the table.
 """
@@ -8,30 +9,28 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import did_you_mean
-from deltanet_hf.mixers.alibi import LinearBiasAttention
-from deltanet_hf.mixers.attention.attention_kind import AttentionKind
 from deltanet_hf.mixers.comba import Comba
-from deltanet_hf.mixers.deltaformer import DeltaFormer
 from deltanet_hf.mixers.deltanet import DeltaNet
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.efla import Efla
-from deltanet_hf.mixers.fox import ForgettingAttention
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
 from deltanet_hf.mixers.gla import GatedLinearAttention
+from deltanet_hf.mixers.inner_training.mesa import Mesa
+from deltanet_hf.mixers.inner_training.titans import Titans
+from deltanet_hf.mixers.inner_training.ttt import TTT
 from deltanet_hf.mixers.kda import KimiDeltaAttention
 from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, DELAYED
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.linear import Linear
-from deltanet_hf.mixers.mesa import Mesa
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
-from deltanet_hf.mixers.path import RelaxedPath
+from deltanet_hf.mixers.quadratic.decay_bias import ForgettingAttention, LinearBiasAttention
+from deltanet_hf.mixers.quadratic.deltaformer import DeltaFormer
+from deltanet_hf.mixers.quadratic.path import RelaxedPath
 from deltanet_hf.mixers.retention import Retention
-from deltanet_hf.mixers.titans import Titans
-from deltanet_hf.mixers.ttt import TTT
 from deltanet_hf.mixers.window import WindowAttention
 
 MIXERS: dict[str, type[LayerKind]] = {
@@ -120,7 +119,6 @@ __all__ = [
     "MIXERS",
     "MIXER_NAMES",
     "WINDOW_SUFFIX",
-    "AttentionKind",
     "LayerKind",
     "Mixer",
     "recommended",

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from deltanet_hf.mixers.layer import (
     DeltaRule,
-    LateSettings,
     MixCall,
     MixerProjections,
     Projected,
@@ -44,7 +43,7 @@ TINY = 1e-30  # a smaller normaliser is one of keys whose features are 0
 
 
 @dataclass(frozen=True)
-class DeltaNetSettings(LateSettings):
+class DeltaNetSettings(MixerProjections):
     """Settings of DeltaNet."""
 
     normalised: bool = False  # positive features of q and k instead of unit length, and normalised reads
@@ -54,8 +53,6 @@ class DeltaNetSettings(LateSettings):
         check_bool(where, "normalised", self.normalised)
         if self.normalised and self.allow_neg_eigval:
             raise ValueError(f"{where}.allow_neg_eigval: got true, but with normalised there are none; leave it out")
-        if self.normalised and self.late_writes:
-            raise ValueError(f"{where}.late_writes: got {self.late_writes}, expected 0 with normalised")
 
 
 class DeltaNet(DeltaRule):

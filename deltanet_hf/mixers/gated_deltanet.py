@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from deltanet_hf.mixers.layer import DeltaRule, LateSettings, MixerProjections
+from deltanet_hf.mixers.layer import DeltaRule, MixerProjections
 
 QWEN3_5: dict[str, Any] = {
     "expand_kv": True,
@@ -40,7 +40,6 @@ class GatedDeltaNet(DeltaRule):
 
     name: ClassVar[str] = "gated_deltanet"
     title: ClassVar[str] = "Gated DeltaNet"
-    Settings: ClassVar[type[MixerProjections]] = LateSettings
     is_gated_delta_rule = True
 
     @classmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from deltanet_hf.mixers.layer import DeltaRule, LateAdditiveSettings, MixerProjections
+from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixerProjections
 
 
 class GatedLinear(DeltaRule):
@@ -19,6 +19,6 @@ class GatedLinear(DeltaRule):
 
     name: ClassVar[str] = "gated_linear"
     title: ClassVar[str] = "gated linear attention"
-    Settings: ClassVar[type[MixerProjections]] = LateAdditiveSettings
+    Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
     erase = "off"
     is_gated_delta_rule = True

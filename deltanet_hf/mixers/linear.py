@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.layer import (
+    AdditiveSettings,
     DeltaRule,
-    LateAdditiveSettings,
     MixCall,
     MixerProjections,
     Projected,
@@ -42,7 +42,7 @@ TINY = 1e-30  # a normaliser below it belongs to padding, which has read nothing
 
 
 @dataclass(frozen=True)
-class LinearSettings(LateAdditiveSettings):
+class LinearSettings(AdditiveSettings):
     """Settings of linear attention."""
 
     feature_map: FeatureMap = "none"  # none: q and k at unit length, without a normaliser
@@ -53,8 +53,6 @@ class LinearSettings(LateAdditiveSettings):
         check_choice(where, "feature_map", self.feature_map, get_args(FeatureMap))
         if type(self.feature_dim) is not int or not 1 <= self.feature_dim <= LARGEST_FEATURE_DIM:
             raise ValueError(f"{where}.feature_dim: got {self.feature_dim!r}, expected 1 to {LARGEST_FEATURE_DIM}")
-        if self.feature_map != "none" and self.late_writes:
-            raise ValueError(f"{where}.late_writes: got {self.late_writes}, expected 0 with a feature_map")
 
 
 class Linear(DeltaRule):

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.layer import DeltaRule, LateAdditiveSettings, MixerProjections, Part, Projected
+from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixerProjections, Part, Projected
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 
 
@@ -42,7 +42,7 @@ class Retention(DeltaRule):
 
     name: ClassVar[str] = "retention"
     title: ClassVar[str] = "retention"
-    Settings: ClassVar[type[MixerProjections]] = LateAdditiveSettings
+    Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
     decays = "by head"
     strengths = "one"
     erase = "off"

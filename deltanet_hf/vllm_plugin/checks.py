@@ -10,7 +10,6 @@ from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from deltanet_hf.mixers import LayerKind
-from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
@@ -80,7 +79,7 @@ def _unserved_drafts(vllm_config: VllmConfig, table: LayerTable) -> bool:
     drafts: Any = vllm_config.speculative_config
     if drafts is None:
         return False
-    return drafts.method != "ngram" or any(kind.mixer is RelaxedPath for kind in table.converted.values())
+    return drafts.method != "ngram" or any(kind.mixer.state_beside_keys for kind in table.converted.values())
 
 
 def _has_delayed_states(table: LayerTable) -> bool:
@@ -89,7 +88,7 @@ def _has_delayed_states(table: LayerTable) -> bool:
 
 
 def _has_state(kind: type[LayerKind]) -> bool:
-    return kind is RelaxedPath or not kind.keeps_all_tokens
+    return kind.state_beside_keys or not kind.keeps_all_tokens
 
 
 def family_config(config: PreTrainedConfig) -> PreTrainedConfig:

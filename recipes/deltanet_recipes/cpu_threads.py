@@ -27,7 +27,7 @@ def settle_threads() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     quota = cpu_quota()
-    if quota is not None and quota < _allowed():
+    if quota is not None and quota < available_cpus():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, math.ceil(quota))))
 
 
@@ -69,6 +69,6 @@ def _quota_of_version_1(folder: Path) -> float | None:
         return None
 
 
-def _allowed() -> int:
+def available_cpus() -> int:
     """The number of CPUs on which the process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,14 +15,14 @@ from deltanet_convert.start import START, gate_fit, key_offset, start_rule
 from deltanet_convert.start.unfitted import start_from_scratch, start_unchanged
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer
-from deltanet_hf.mixers.attention.attention_kind import Call, Softmax
+from deltanet_hf.mixers import MIXERS, LayerKind, Mixer
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer import MixCall, Projected
 from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from support.registry import rows
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
@@ -180,7 +180,7 @@ def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: py
 def test_every_mixer_has_a_start_rule() -> None:
     assert set(START) <= set(MIXERS)
     for mixer, kind in MIXERS.items():
-        default = start_unchanged if issubclass(kind, AttentionKind) else start_from_scratch
+        default = start_from_scratch if kind.has_state else start_unchanged
         assert start_rule(mixer) is START.get(mixer, default), mixer
 
 

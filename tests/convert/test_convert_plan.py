@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan
 from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import LayerTable
-from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, AttentionKind, LayerKind
+from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, LayerKind
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -100,7 +100,7 @@ def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: 
 
 def is_constant(kind: type[LayerKind]) -> bool:
     """Whether the layer's cache does not grow with the text."""
-    return not issubclass(kind, AttentionKind)
+    return not kind.keeps_all_tokens
 
 
 CACHES: list[tuple[str, dict[str, Any]]] = [

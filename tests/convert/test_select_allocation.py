@@ -34,7 +34,7 @@ from deltanet_convert.select.units import Candidates
 from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder

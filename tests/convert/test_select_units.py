@@ -27,7 +27,6 @@ from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.far_positions import FarPositions, place_positions
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
-from measuring.study import recall_sweeps
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder, far_teacher
 from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import COMMON, LAYERS, tiny_teacher
@@ -253,7 +252,7 @@ def test_no_template_of_a_probe_shares_three_words_with_the_evaluation() -> None
         words = re.findall(r"[a-z]+", text.lower())
         return {tuple(words[place : place + 3]) for place in range(len(words) - 2)}
 
-    sources = [Path(str(module.__file__)).read_text() for module in (prose_facts, recall_tasks, recall_sweeps)]
+    sources = [Path(str(module.__file__)).read_text() for module in (prose_facts, recall_tasks)]
     strings = [
         node.value
         for source in sources

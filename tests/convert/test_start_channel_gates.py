@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert.start import START, channel_rules, gate_fit
+from deltanet_convert.start import START, gate_fit
+from deltanet_convert.start import fitted as rules
 from deltanet_convert.start.calibration import LayerCalibration
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
@@ -24,13 +25,13 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
     monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
     found: list[Any] = []
-    start = channel_rules.start_fitted
+    start = rules.start_fitted
 
     def recorded(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
         found.append(layer)
         return start(attention, layer, *rest)
 
-    monkeypatch.setattr(channel_rules, "start_fitted", recorded)
+    monkeypatch.setattr(rules, "start_fitted", recorded)
     return found
 
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from deltanet_convert.start import gate_fit
-from deltanet_hf.mixers.mesa import MesaRidge
-from deltanet_hf.mixers.titans import START_LOGIT
-from deltanet_hf.mixers.ttt import InnerLayerNorm
+from deltanet_hf.mixers.inner_training.mesa import MesaRidge
+from deltanet_hf.mixers.inner_training.titans import START_LOGIT
+from deltanet_hf.mixers.inner_training.ttt import InnerLayerNorm
 from support.tiny_conversion import teacher_folder, tiny_conversion
 
 STARTS = {

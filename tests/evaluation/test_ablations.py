@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.ablations import (
+from deltanet_hf.evaluation.baselines import (
     switch_off_softmax,
     switch_off_state,
     switch_off_window,

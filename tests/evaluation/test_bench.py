@@ -22,9 +22,8 @@ from deltanet_hf.evaluation.measures import speed
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MODES, read
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject, measure
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding_noise
-from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
-from deltanet_hf.evaluation.speed.subjects import subjects
+from deltanet_hf.evaluation.speed.subjects import kind_of, shape_of, subjects
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_recipes.cli import main
 from support.replayed_step import Recorder
@@ -90,7 +89,7 @@ def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind_of(tiny_student("qwen3")) == "converted"
     assert kind_of(tiny_mixture("llama", mixture_table())) == "converted"
     for family in ("llama", "phi3"):
-        monkeypatch.setattr("deltanet_hf.evaluation.speed.naming._parameters", lambda model: 8.03e9)
+        monkeypatch.setattr("deltanet_hf.evaluation.speed.subjects._parameters", lambda model: 8.03e9)
         assert shape_of(tiny_teacher(family)) == "8.0B"
         monkeypatch.undo()
         assert shape_of(tiny_student(family)) == shape_of(tiny_teacher(family))

@@ -16,7 +16,7 @@ from deltanet_convert.select import Selection
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.evaluation.training_free import WindowPolicy
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
@@ -42,7 +42,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "pairs_8": (recall_cells.CELLS["pairs_8"][0], 8, 4),
     }
     monkeypatch.setattr(recall_cells, "CELLS", cells)
-    monkeypatch.setattr(recall_cells, "SWEEPS", {"replaced_8": (recall_cells.SWEEPS["replaced_8"][0], 8, 3)})
     monkeypatch.setattr(hybrid_measure, "TEXTS", TEXTS)
     monkeypatch.setattr(hybrid_measure, "SEGMENT", 16)
     monkeypatch.setattr(hybrid_measure, "SEGMENTS", 4)
@@ -65,7 +64,7 @@ def call(arrays: Path, out: Path, teacher: Path, **options: Any) -> dict[str, di
 
 def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: Path, tmp_path: Path) -> None:
     models = [f"itself={teacher_folder}", f"hybrid={student_folder}"]
-    rows = call(arrays, tmp_path / "rows.json", teacher_folder, model=models, sweeps=True)
+    rows = call(arrays, tmp_path / "rows.json", teacher_folder, model=models)
     teacher, hybrid = rows["itself"], rows["hybrid"]
     assert teacher["kinds"] == {"softmax": 4}
     assert "free" not in teacher
@@ -79,8 +78,7 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
         assert hybrid[f"{key}_se"] > 0
     for key in ("needles_1k", "pairs_8", "exact_repeat", "wt2"):
         assert {key, f"{key}_se"} <= hybrid.keys() & hybrid["free"].keys() & hybrid["free_window"].keys()
-    assert hybrid["cells"]["needles_1k"].keys() >= {"exact", "first", "nats", "control", "generated", "generated_se"}
-    assert "replaced_8" in hybrid["cells"]
+    assert hybrid["cells"]["needles_1k"].keys() >= {"exact", "first", "nats", "control"}
     original = load_for_measure(str(teacher_folder), torch.device("cpu"))
     windows = WindowPolicy((1, 3), hybrid["free"]["window"]).apply(original)
     assert hybrid["free"]["kl_1k"] == pytest.approx(divergence(original, arrays, windows), rel=1e-3)
@@ -235,8 +233,7 @@ def test_a_row_of_states_with_a_suite(
     monkeypatch.setattr(state_rows, "TEXTS", dict.fromkeys(state_rows.KL, ("novels", 200, 2)))
     cell = recall_cells.CELLS["needles_1k"][0]
     monkeypatch.setattr(recall_cells, "CELLS", dict.fromkeys(state_rows.FACTS, (cell, 420, 2)))
-    for others in ("LONG", "SWEEPS"):
-        monkeypatch.setattr(recall_cells, others, {})
+    monkeypatch.setattr(recall_cells, "LONG", {})
     rows = [{"text": f"The {n}th river is called", "value": "Nile"} for n in range(3)]
     (tmp_path / "squad_completion").mkdir()
     (tmp_path / "squad_completion/validation.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -15,14 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure, repeated
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
-from deltanet_hf.evaluation.measures.scores import clustered_score, mean_score, perplexity_score
+from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.speed import measure_speed
 from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
-from deltanet_hf.evaluation.tasks.text_windows import token_ids, windows
-from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
+from deltanet_hf.evaluation.tasks.text_windows import token_ids, wikitext_texts, windows
 from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (5, 32), generator=torch.Generator().manual_seed(0))
@@ -140,15 +139,15 @@ def test_needles_are_in_the_haystack(tokenizer: PreTrainedTokenizerFast) -> None
 
 def test_errors_of_means() -> None:
     samples = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-    plain = mean_score(samples)
+    plain = Clusters.each(samples).score
     assert plain.stderr == pytest.approx(np.std(samples, ddof=1) / math.sqrt(8))
-    assert clustered_score(samples, range(8)).stderr == pytest.approx(plain.stderr)
-    doubled = clustered_score(np.repeat(samples, 2), np.repeat(range(8), 2))  # copies add no information
+    assert Clusters.of(samples, range(8)).score.stderr == pytest.approx(plain.stderr)
+    doubled = Clusters.of(np.repeat(samples, 2), np.repeat(range(8), 2)).score  # copies add no information
     assert (doubled.value, doubled.items) == (plain.value, 8)
     assert doubled.stderr == pytest.approx(plain.stderr)
-    assert mean_score([0.5]).to_dict() == {"value": 0.5, "stderr": None, "items": 1}
-    assert clustered_score([0.0, 1.0], [7, 7]).to_dict() == {"value": 0.5, "stderr": None, "items": 1}
-    assert perplexity_score([1.0, 3.0]).value == pytest.approx(math.exp(2))
+    assert Clusters.each([0.5]).score.to_dict() == {"value": 0.5, "stderr": None, "items": 1}
+    assert Clusters.of([0.0, 1.0], [7, 7]).score.to_dict() == {"value": 0.5, "stderr": None, "items": 1}
+    assert Clusters.each([1.0, 3.0]).perplexity.value == pytest.approx(math.exp(2))
 
 
 def _result(samples: list[float]) -> TaskResult:

@@ -79,8 +79,8 @@ def test_another_recipe_is_named_by_its_file() -> None:
 
 
 def test_a_row_has_all_commands(tmp_path: Path) -> None:
-    words = ["arrays", "rows.json", *flags(teacher="T", limit=None, sweeps=True, model="NAME=FOLDER", bits=4)]
-    measured = "python -m measuring.study.front arrays rows.json --teacher T --sweeps --model NAME={} --bits 4"
+    words = ["arrays", "rows.json", *flags(teacher="T", limit=None, window=True, model="NAME=FOLDER", bits=4)]
+    measured = "python -m measuring.study.front arrays rows.json --teacher T --window --model NAME={} --bits 4"
     folder = tmp_path / "run" / "final"
     folder.mkdir(parents=True)
     assert commands(folder, "measuring.study.front", words) == measured.format("final")

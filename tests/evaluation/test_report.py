@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.evaluation.report import model_rows
 from deltanet_hf.evaluation.report.material import ReportOptions, read_material
 from deltanet_hf.evaluation.report.model_rows import line_up, training_tokens
@@ -255,7 +256,7 @@ def test_what_costs_no_training_has_the_bits_of_each_student(tmp_path: Path, mon
         torch.testing.assert_close(made[name](ids).logits, expected(ids).logits)
 
 
-def test_lesions_follow_from_each_students_layers(tmp_path: Path) -> None:
+def test_ablations_follow_from_each_students_layers(tmp_path: Path) -> None:
     tables = {
         "a": LayerTable.preset(4, "gated_deltanet+window", softmax=(1,)),
         "b": LayerTable.preset(4, "gated_deltanet+window"),
@@ -263,7 +264,9 @@ def test_lesions_follow_from_each_students_layers(tmp_path: Path) -> None:
         "d": LayerTable.preset(4, mixer="window", softmax=(3,)),
     }
     students = [_config_folder(tmp_path / name, table) for name, table in tables.items()]
-    names = [row.name for row in line_up("teacher", students, ("ablations",))]
+    rows = line_up("teacher", students, ("ablations",))
+    assert pickle.loads(pickle.dumps(rows)) != []  # for processes of their own
+    names = [row.name for row in rows]
     a, b = ["a, softmax off", "a, window off", "a, state off"], ["b, window off", "b, state off"]
     assert names == ["teacher", "a", *a, "b", *b, "c", "c, softmax off", "d"]
 

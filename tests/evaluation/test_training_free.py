@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.evaluation.training_free import WindowPolicy, window_of_bytes
 from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import LAYERS, mixture_table, tiny_mixture, tiny_student, tiny_teacher

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_kernels import naive_mesa
 from deltanet_kernels.channel_gates.cpu import chunked as channel_chunked
-from deltanet_kernels.mesa.solve import STEPS
-from measuring.kernels import channel_gates, harness, inner_training
+from measuring.kernels import channel_gates, harness
 
 SHAPE = (2, 37, 2, 16)
 OPTIONS = argparse.Namespace(first_seconds=60.0, repeats=1)
@@ -26,8 +24,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
         return 1.0
 
-    for module in (channel_gates, inner_training):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(channel_gates, "DEVICE", "cpu")
     for name in ("median_ms", "peak_gib", "call_without_waiting"):
         monkeypatch.setattr(harness, name, timed)
     monkeypatch.setattr(harness, "graph_us", lambda run, calls, repeats: timed(run))
@@ -68,34 +65,3 @@ def test_the_peer_of_bounded_gates(monkeypatch: pytest.MonkeyPatch) -> None:
         labels = {"rule": "kda", "shape": list(SHAPE), "gates": [-5.0, 0.0], "impl": impl}
         assert channel_gates.measure(labels, OPTIONS)["rel_error"] < 0.01
         assert set(told) == {impl == channel_gates.BOUNDED}
-
-
-def chunk_mesa_net(*tensors: torch.Tensor, max_CG_iteration: int, use_qk_l2norm_in_kernel: bool) -> Any:
-    """No factor on the output, and states after it."""
-    assert max_CG_iteration == STEPS
-    assert tensors[5].shape == tensors[0].shape[2:]
-    o = naive_mesa(*tensors, scale=1.0, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]  # type: ignore[misc]
-    return o, None, None
-
-
-def test_mesa_and_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner_training, "CHECKED", 20)
-    install(monkeypatch, "fla.ops.mesa_net", chunk_mesa_net)
-    labels = {"operator": "mesa", "shape": list(SHAPE)}
-    for name in ("deltanet", "fla"):
-        row = inner_training.measure(labels | {"impl": name}, OPTIONS)
-        assert row["rel_error"] < 0.01
-        assert {"fwd_ms", "fwdbwd_ms", "peak_gib"} < row.keys()
-
-    def scaled(*tensors: torch.Tensor, **given: Any) -> Any:
-        return (tensors[0].shape[-1] ** -0.5 * chunk_mesa_net(*tensors, **given)[0],)
-
-    def without_a_number(*tensors: torch.Tensor, **given: Any) -> Any:
-        return (torch.nan * chunk_mesa_net(*tensors, **given)[0],)
-
-    for wrong in (scaled, without_a_number):
-        wrong.__name__ = "chunk_mesa_net"
-        install(monkeypatch, "fla.ops.mesa_net", wrong)
-        row = inner_training.measure(labels | {"impl": "fla"}, OPTIONS)
-        assert row["error"] == "wrong results"
-        assert "fwd_ms" not in row

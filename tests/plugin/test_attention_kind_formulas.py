@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers import MIXERS, AttentionKind
-from deltanet_hf.mixers.attention.attention_kind import Call, Softmax
+from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.layer.parts import Opening
-from deltanet_hf.mixers.path import MAX_STRENGTH
+from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
+from deltanet_hf.mixers.quadratic.path import MAX_STRENGTH
 from deltanet_kernels import chunk_gated_delta_rule, naive_gated_delta_rule
 from deltanet_kernels.deltaformer.reference import naive_deltaformer_solve
 from support.tiny_models import tiny_student

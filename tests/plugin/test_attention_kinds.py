@@ -11,9 +11,10 @@ from accelerate import cpu_offload
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS, AttentionKind
-from deltanet_hf.mixers.attention.decay_bias import split
+from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.layer.parts import Opening
+from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind
+from deltanet_hf.mixers.quadratic.decay_bias import split
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES

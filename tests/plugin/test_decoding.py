@@ -32,7 +32,6 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "linear": {"mixer": "linear", "conv_size": 0, "k_offset": True},
     "linear+window": {"mixer": "linear+window", "window": 3, "sinks": 1, "state_dtype": "float32", "delayed": False},
     "deltanet": {"mixer": "deltanet", "allow_neg_eigval": True},
-    "late writes": {"late_writes": 3},
 }
 UNERASED = ("gated_linear", "retention", "linear", "linear+window")
 
@@ -79,7 +78,7 @@ def test_steps_equal_the_separate_operators_and_the_prefill(wiring: str, taken: 
         assert one.get_seq_length() == other.get_seq_length() == 12
 
 
-@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5", *UNERASED[:3], "late writes"])
+@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5", *UNERASED[:3]])
 def test_generation_of_a_padded_batch_draws_the_same_tokens(wiring: str, taken: list[tuple[int, ...]]) -> None:
     model = student(wiring, "llama")
     mask = torch.ones_like(TOKENS)

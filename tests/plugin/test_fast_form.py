@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from deltanet_hf.evaluation.ablations import switch_off_state
+from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.fast import FastDecoder, fast_form, form
 from deltanet_hf.fast.reasons import reasons
 from deltanet_hf.mixers import MIXERS
@@ -53,7 +53,6 @@ def students() -> dict[str, Callable[[], PreTrainedModel]]:
         **{name: of_mixer(name) for name in MIXERS},
         "convolved keys": lambda: tiny_student("llama", window=3, conv_on="k"),
         "one state per key head": lambda: tiny_student("qwen3", window=3, expand_kv=False, k_offset=False),
-        "late writes, 8 bits": lambda: tiny_student("llama", window=3, state_dtype="int8", late_writes=8),
         "window in 4 bits": lambda: set_cache_bits(tiny_student("llama", window=3, sinks=2), 4),
         "low-rank gate": lambda: tiny_student("llama", output_gate_rank=3, conv_size=0),
         "no gate or norm": lambda: tiny_student("llama", window=3, output_gate=False, output_norm="none"),

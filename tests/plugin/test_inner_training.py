@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from deltanet_hf.mixers.mesa import MesaRidge
+from deltanet_hf.mixers.inner_training.mesa import MesaRidge
 from support.refusals import assert_refused
 from support.tiny_models import HYBRID, tiny_student
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.fast.packed import FastPacked
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes

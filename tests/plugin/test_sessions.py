@@ -49,8 +49,6 @@ def made(name: str) -> PreTrainedModel:
         return tiny_mixture("gemma3_text", mixture_table())
     if name == "teacher":
         return tiny_teacher("mistral")
-    if name == "late writes":
-        return tiny_student("llama", layers=HYBRID, state_dtype="int8", late_writes=8)
     return tiny_student("llama", layers=HYBRID, mixer=name)
 
 
@@ -71,7 +69,7 @@ def read(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, *parts: slice
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("name", [*rows(), "sliding", "teacher", "gated_deltanet+window", "late writes"])
+@pytest.mark.parametrize("name", [*rows(), "sliding", "teacher", "gated_deltanet+window"])
 def test_a_rewound_and_a_loaded_cache_go_on_bit_by_bit(name: str, tmp_path: Path) -> None:
     model = made(name)
     rest = (slice(10, 11), slice(11, 14)) if name in IN_FULL else (slice(10, 12),)
@@ -451,7 +449,7 @@ def test_a_session_goes_on_in_another_process(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*rows(), "sliding", "gated_deltanet+window", "late writes"])
+@pytest.mark.parametrize("name", [*rows(), "sliding", "gated_deltanet+window"])
 def test_on_a_gpu_sessions_go_on_bit_by_bit_and_move_to_a_cpu(name: str, tmp_path: Path) -> None:
     model, ids = made(name).cuda(), IDS.cuda()
     cache = DynamicCache(config=model.config)

@@ -28,8 +28,6 @@ def made(name: str) -> PreTrainedModel:
         return tiny_mixture("gemma3_text", mixture_table())
     if name == "qwen3_5":
         return tiny_student("llama", "qwen3_5", HYBRID)
-    if name == "late writes":
-        return tiny_student("llama", layers=HYBRID, late_writes=4)
     return tiny_student("llama", layers=HYBRID, mixer=name)
 
 
@@ -58,7 +56,7 @@ def masked(side: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*rows(), "sliding", "qwen3_5", "gated_deltanet+window", "late writes"])
+@pytest.mark.parametrize("name", [*rows(), "sliding", "qwen3_5", "gated_deltanet+window"])
 def test_a_cropped_cache_goes_on_as_one_that_never_read_the_tokens(name: str) -> None:
     model = made(name)
     for side in ("left", "right") if name in IN_FULL else ("left",):

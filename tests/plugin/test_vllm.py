@@ -72,11 +72,6 @@ def test_other_rules_beside_a_window(mixer: str) -> None:
     assert_equal(model, prompts(*LENGTHS))
 
 
-def test_late_writes_beside_a_window() -> None:
-    model = served_model("llama", tiny_table(layers=(0, 2), **NEAR, late_writes=8))
-    assert_equal(model, prompts(*LENGTHS))
-
-
 @pytest.mark.parametrize("mixer", ["fox", "path"])
 @pytest.mark.parametrize("model_type", ["gemma2", "olmo3"])
 def test_kinds_of_attention_in_families_with_sliding_windows(model_type: str, mixer: str) -> None:

@@ -44,13 +44,11 @@ def held(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> int:
     [
         *itertools.product(["llama", "gemma2", "mistral"], [torch.float32], ["bfloat16"]),
         *itertools.product(["llama", "gemma2", "mistral"], [torch.bfloat16], ["float32"]),
-        ("llama", torch.bfloat16, "int8"),
     ],
     ids=str,
 )
 def test_a_cache_has_the_bytes_of_the_plan_at_any_length(family: str, dtype: torch.dtype, state_dtype: str) -> None:
-    late = {"late_writes": 9} if state_dtype == "int8" else {}
-    model = tiny_student(family, **{**BESIDE, "state_dtype": state_dtype, **late}).to(dtype)
+    model = tiny_student(family, **{**BESIDE, "state_dtype": state_dtype}).to(dtype)
     cache, sizes = DynamicCache(config=model.config), []
     for part in IDS.split([1, WINDOW, 2 * WINDOW, *[1] * 5], dim=1):
         model(part, past_key_values=cache, use_cache=True)
@@ -63,8 +61,6 @@ def test_a_cache_has_the_bytes_of_the_plan_at_any_length(family: str, dtype: tor
     kept = places * (2 * heads * size * dtype.itemsize + 4) + 4
     channels = mixer.conv_channels * (mixer.settings.conv_size - 1) * dtype.itemsize
     state = heads * size * size * getattr(torch, state_dtype).itemsize
-    if late:  # a scale per row, nine keys and values with their decay, a count
-        state += heads * (size * 4 + 9 * (2 * size * dtype.itemsize + 4) + 4)
     assert mixer.state_bytes(dtype) == kept + channels + state
 
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf.evaluation.ablations import switch_off_state, switch_off_window
+from deltanet_hf.evaluation.baselines import switch_off_state, switch_off_window
 from deltanet_hf.fast import window
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import LayerCall

@@ -21,7 +21,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty folders for control groups; four CPUs; none of the variables set."""
     monkeypatch.setattr(cpu_threads, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(cpu_threads, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(cpu_threads, "_allowed", lambda: 4)
+    monkeypatch.setattr(cpu_threads, "available_cpus", lambda: 4)
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # restores at the end what settle_threads sets
         monkeypatch.delenv(name)

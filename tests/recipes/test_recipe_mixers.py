@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from deltanet_hf.mixers import FLOAT32_NAMES, AttentionKind
+from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema_sections import Optimizer

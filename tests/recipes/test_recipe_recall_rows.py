@@ -17,9 +17,9 @@ from deltanet_hf.errors import UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import Mixture, Stream, split_streams
 from deltanet_recipes.data.recall_formats import FORMATS, Words
-from deltanet_recipes.data.recall_rows import RecallRows, RecallStream, recall_probes
+from deltanet_recipes.data.recall_rows import RecallRows, RecallStream
 from deltanet_recipes.data.tokens import Corpus
-from deltanet_recipes.schema_sections import RecallFormat, Source
+from deltanet_recipes.schema_sections import Source
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.pipeline import run
@@ -142,25 +142,6 @@ def test_nothing_of_the_evaluation_is_trained() -> None:
             assert "secret code" not in line
             assert line.strip() != "KEY VALUE"
             assert name == "repeat" or "KEY VALUE" not in line
-
-
-def test_probes_of_the_trained_formats() -> None:
-    text = np.array(ids_of(TEXT * 40))
-    probes = recall_probes(TOKENIZER, text, 600, count=3)
-    assert set(probes) == set(FORMATS) == set(RecallFormat.__args__)
-    for made in probes.values():
-        assert len(made) == 3
-        for probe in made:
-            assert len(probe.ids) == 600
-            assert probe.answers
-            first = min(begin for begin, _ in probe.answers)
-            for begin, end in probe.answers:
-                answer = TOKENIZER.decode(probe.ids[begin:end]).strip()
-                assert answer in TOKENIZER.decode(probe.ids[:first])
-    assert recall_probes(TOKENIZER, text, 600, count=3) == probes
-    assert recall_probes(TOKENIZER, text, 600, count=3, seed=1) != probes
-    with pytest.raises(UserError, match="need a text of 600 tokens, it has 100"):
-        recall_probes(TOKENIZER, text[:100], 600)
 
 
 def test_a_text_of_separators_alone_is_one_clear_error() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import AttentionKind
 from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
@@ -141,7 +140,7 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     attention: Any = teacher.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
     if options.unit == "kv_head":
         check_heads_part(attention, config)
-        if issubclass(kind.mixer, AttentionKind):
+        if kind.mixer.keeps_all_tokens:
             raise UserError(f"--unit kv_head: {kind.mixer.name} keeps all tokens in every head; give --unit layer")
     elif options.unit is None:
         single = planned and heads_part(attention)

@@ -1,18 +1,17 @@
 """Start values of converted layers: one rule per mixer, one row here.
 
-A rule gives every parameter of the new layer its start value. A mixer without a row starts with the teacher's
-projections, and with everything else as in a model trained from scratch; a kind that stays quadratic starts as the
+A rule gives every parameter of the new layer its start value. A mixer with a state and without a row starts with the
+teacher's projections, and with everything else as in a model trained from scratch; any other kind starts as the
 teacher's attention.
 
-    fitted.py           the rules of the delta family: decay, write strength, output gate and norm are fitted, by
+    fitted.py           the rules of the delta family: decay, write strength, output gate and norm are fitted (a decay
+                        per channel as one per head, copied to all channels), by
     gate_fit.py         search and Adam through the rule itself, in the coordinates of
     components.py       the principal components of the layer's input, on
     samples.py          the teacher's inputs and outputs;
     key_offset.py       chooses how far keys are centred,
     share_fit.py        begins the share of the state beside a window
-    channel_rules.py    a decay per channel: a fitted rule with a decay per head, copied to all channels
     unfitted.py         kinds that are the teacher's attention, and mixers without a row
-    mixed_heads.py      each branch as a layer of its own
     copy_weights.py     the teacher's projections and norms
     key_order.py        which channels of keys get 5 and 3 of the 4 bits
     norm_fit.py         q/k norms for softmax layers that have none (`norm_config.py`: for which models)
@@ -21,16 +20,15 @@ teacher's attention.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.attention.family_attention import kind_of
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 from .calibration import LayerCalibration
-from .channel_rules import start_channel_rule
-from .fitted import start_fitted
-from .mixed_heads import start_mixed_heads
+from .fitted import start_channel_rule, start_fitted
 from .unfitted import start_from_scratch, start_unchanged
 
 StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
@@ -39,6 +37,19 @@ StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
 `attention` is the teacher's module and `layer` the new one, both float32. `fit_memory` is false with the option
 `--no-fit-memory`; rules that fit no decay ignore it. A rule draws random numbers from torch's global generator only,
 and may run in a thread beside those of other layers: `turns.py` keeps their random numbers apart."""
+
+
+def start_mixed_heads(
+    attention: Any, layer: MixedHeads, calibration: LayerCalibration, fit_memory: bool = True
+) -> dict[str, Any]:
+    """A rule of `START`: each branch as a layer of its own, from the teacher's attention of its heads; returns the
+    figures of the linear branch, whose errors are those of its own heads' output."""
+    figures: dict[str, Any] = {}
+    for kind, branch in layer.branches.items():
+        part = layer.part_of(attention, kind)
+        figures |= start_rule(kind_of(branch).name)(part, branch, calibration, fit_memory)
+    return figures
+
 
 START: dict[str, StartRule] = {
     "gated_deltanet": start_fitted,
@@ -55,11 +66,7 @@ START: dict[str, StartRule] = {
     "mesa": start_fitted,
     "ttt": start_fitted,
     "titans": start_fitted,
-    "window": start_unchanged,
-    "fox": start_unchanged,
-    "alibi": start_unchanged,
-    "deltaformer": start_unchanged,
-    "path": start_unchanged,
+    "mixed_heads": start_mixed_heads,
 }
 
 
@@ -67,6 +74,3 @@ def start_rule(mixer: str) -> StartRule:
     """The rule of the mixer with this name; softmax attention, which is none, stays as it is."""
     without_row = start_from_scratch if mixer in MIXERS and MIXERS[mixer].has_state else start_unchanged
     return START.get(mixer, without_row)
-
-
-START["mixed_heads"] = functools.partial(start_mixed_heads, start_rule)

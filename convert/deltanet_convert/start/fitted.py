@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
-from deltanet_hf.mixers.layer import DeltaRule
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.gated_linear import GatedLinear
+from deltanet_hf.mixers.layer import ChannelRule, DeltaRule
 
 from .calibration import LayerCalibration
 from .copy_weights import copy_attention
@@ -80,3 +82,19 @@ def start_fitted(
     )
     layer.after_fit()
     return dataclasses.asdict(figures)
+
+
+def start_channel_rule(
+    attention: Any, layer: ChannelRule, calibration: LayerCalibration, fit_memory: bool = True
+) -> dict[str, Any]:
+    """A rule of `START` for a decay per channel; returns the figures of the layer that is fitted.
+
+    That is a Gated DeltaNet (gated linear attention for a rule without erasing), with one decay and one strength per
+    head. Its weights are written into `layer` so that it computes the same function; channels part in training.
+    """
+    kind = GatedLinear if layer.erase == "off" else GatedDeltaNet
+    scalar: Any = kind.from_attention(attention, attention.config, layer.layer_idx, layer.settings)
+    scalar.requires_grad_(False)
+    figures = start_fitted(attention, scalar, calibration, fit_memory)
+    layer.take_over(scalar)
+    return figures

@@ -94,7 +94,7 @@ def _has_new_weights(converted: list[dict[str, Any]]) -> bool:
 
 
 def keeps_tokens(converted: list[dict[str, Any]]) -> bool:
-    """Whether converted layers are softmax attention with something added (`AttentionKind`), by their plans.
+    """Whether converted layers are softmax attention with something added, by their plans.
 
     Mixed heads keep tokens too, but in some heads only.
     """

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, score_continuations, token_budget
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.evaluation.measures.text_scores import Forward, TokenMeasures, token_measures
 
 

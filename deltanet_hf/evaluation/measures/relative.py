@@ -27,9 +27,13 @@ class Clusters:
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, samples: np.ndarray, owners: np.ndarray) -> Clusters:
-        """The clusters of samples [M] whose clusters are `owners` [M], numbered from 0."""
-        return cls(np.bincount(owners, samples.astype(np.float64)), np.bincount(owners))
+    def of(cls, samples: Sequence[float] | np.ndarray, owners: Sequence[int] | np.ndarray) -> Clusters:
+        """The clusters of samples [M] whose clusters have the labels `owners` [M].
+
+        A cluster is, for instance, all questions about one document or all rotations of one question.
+        """
+        _, index = np.unique(np.asarray(owners), return_inverse=True)
+        return cls(np.bincount(index, np.asarray(samples, dtype=np.float64)), np.bincount(index))
 
     @classmethod
     def each(cls, samples: Sequence[float] | np.ndarray) -> Clusters:

@@ -1,4 +1,4 @@
-"""Memory and speed of a model at a given context length and batch size."""
+"""Memory and speed of a model at a given context length and batch size, measured on its cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, Step
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, Step, read
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 
 _DECODED = 16  # steps
@@ -67,6 +67,14 @@ def measure_speed(
         cache_bytes=held,
         peak_bytes=torch.cuda.max_memory_allocated(model.device) - before if cuda else None,
     )
+
+
+@torch.inference_mode()
+def sequence_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of the cache after one sequence of `tokens` tokens: states, keys and values, and what windows note."""
+    cache = DynamicCache(config=model.config)
+    read(model, random_tokens(model, 1, tokens, seed=1234), cache)
+    return cache_bytes(cache)
 
 
 def timed_prompt(mode: Mode, model: PreTrainedModel, ids: Tensor, cache: Cache) -> tuple[float, Tensor]:

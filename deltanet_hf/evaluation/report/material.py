@@ -23,8 +23,7 @@ from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.evaluation.tasks.ruler import SAMPLES, Ruler
 from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, Suite
-from deltanet_hf.evaluation.tasks.text_windows import encode_documents, token_ids, windows
-from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
+from deltanet_hf.evaluation.tasks.text_windows import encode_documents, token_ids, wikitext_texts, windows
 from deltanet_hf.hub import loadable_folder
 
 _NO_LIMIT = 10**6  # tokens of a last-word request

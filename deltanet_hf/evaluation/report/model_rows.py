@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ from transformers import PreTrainedModel
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError, one_line
-from deltanet_hf.evaluation.ablations import switch_off_softmax, switch_off_state, switch_off_window
-from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear, untrained
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.baselines import (
+    from_scratch_start,
+    switch_off_linear,
+    switch_off_softmax,
+    switch_off_state,
+    switch_off_window,
+    untrained,
+)
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.evaluation.training_free import WindowPolicy, window_of_bytes
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
@@ -70,7 +77,7 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
     if "window" in baselines:
         window = WindowSettings()
         name = f"window {window.window} + {window.sinks} sinks"
-        rows.append(ModelRow(name, "baseline", teacher, change=_window))
+        rows.append(ModelRow(name, "baseline", teacher, change=partial(_of_itself, restrict_to_window)))
     wirings: list[object] = []
     for text in students:
         name, folder = named(text)
@@ -92,17 +99,24 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
                     ModelRow(f"kept layers of {name}, untrained windows", "baseline", folder, change=_kept_layers)
                 )
         if "linear-off" in baselines and hybrid:
-            rows.append(ModelRow(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
-        for what, ablation in _lesions(wiring, hybrid) if "ablations" in baselines else ():
-            rows.append(ModelRow(f"{name}, {what} off", "baseline", folder, change=ablation))
+            rows.append(
+                ModelRow(
+                    f"{name}, linear layers off", "baseline", folder, change=partial(_of_itself, switch_off_linear)
+                )
+            )
+        for what, ablation in _ablations(wiring, hybrid) if "ablations" in baselines else ():
+            rows.append(ModelRow(f"{name}, {what} off", "baseline", folder, change=partial(_of_itself, ablation)))
         if "scratch" in baselines and wiring is not None and wiring not in wirings:
             wirings.append(wiring)
             rows.append(ModelRow(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))
     return rows
 
 
-def _window(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
-    return restrict_to_window(model)
+def _of_itself(
+    change: Callable[[PreTrainedModel], PreTrainedModel], model: PreTrainedModel, teacher: PreTrainedModel
+) -> PreTrainedModel:
+    """A change that does not read the teacher."""
+    return change(model)
 
 
 def _teacher_in_bits(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
@@ -124,21 +138,16 @@ def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tupl
     return set_cache_bits((policy or WindowPolicy(kept, 1)).apply(teacher), bits)
 
 
-def _lesions(wiring: Any, hybrid: bool) -> list[tuple[str, Change]]:
+def _ablations(wiring: Any, hybrid: bool) -> list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]]:
     """The parts that can be taken away from a student with these converted layers, by name."""
-    found: list[tuple[str, Change]] = []
     if wiring is None:
-        return found
+        return []
+    found: list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]] = []
     if hybrid:
-        found.append(("softmax", lambda model, teacher: switch_off_softmax(model)))
+        found.append(("softmax", switch_off_softmax))
     if any(kind.get("window") and kind["mixer"] != WindowAttention.name for kind in wiring["kinds"].values()):
-        found.append(("window", lambda model, teacher: switch_off_window(model)))
-        found.append(("state", lambda model, teacher: switch_off_state(model)))
+        found += [("window", switch_off_window), ("state", switch_off_state)]
     return found
-
-
-def _linear_off(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
-    return switch_off_linear(model)
 
 
 def named(text: str) -> tuple[str, str]:

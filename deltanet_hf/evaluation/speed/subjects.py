@@ -1,4 +1,4 @@
-"""Which models `deltanet-hf bench` measures."""
+"""Which models `deltanet-hf bench` measures, and their names in its rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject
-from deltanet_hf.evaluation.speed.naming import PLAIN, TEACHER, kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model
 from deltanet_hf.mixers import MIXER_NAMES, unknown_mixer
+from deltanet_hf.models.families import FAMILIES
 
+TEACHER = "teacher"
+CONVERTED = "converted"
+PLAIN = "transformers"
+"""The kind of a teacher that is measured as transformers runs it."""
 BENCHED = (PLAIN, TEACHER, "windows4bit", "window25")  # with --random-weights
 MOST = 10**9  # tokens of a prompt, and prompts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,3 +91,25 @@ def _placed(loaded: list[Any], place: torch.device) -> PreTrainedModel:
 def _handed_over(loaded: list[Any], place: torch.device) -> PreTrainedModel:
     """The model, to which nothing else refers from now on, so that its memory is free after its measurement."""
     return serve(loaded.pop().to(place))
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """`teacher` or `converted`."""
+    return TEACHER if getattr(model.config, "deltanet", None) is None else CONVERTED
+
+
+def shape_of(model: PreTrainedModel) -> str:
+    """The number of parameters of the softmax model with this one's shape, such as `135M` or `8.0B`."""
+    count = _parameters(model)
+    return f"{count / 1e6:.0f}M" if count < 999.5e6 else f"{count / 1e9:.1f}B"
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    values = model.config.to_dict()
+    family = FAMILIES.get(str(values.pop("model_type")).removeprefix("deltanet_"))
+    if family is not None:
+        for key in ("deltanet", "auto_map", "architectures", "dtype", "transformers_version"):
+            values.pop(key, None)
+        with torch.device("meta"):
+            model = family.model_class(family.config_class(**values))
+    return sum(parameter.numel() for parameter in model.parameters())

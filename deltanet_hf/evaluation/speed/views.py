@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from deltanet_hf.evaluation.speed.naming import TEACHER
+from deltanet_hf.evaluation.speed.subjects import TEACHER
 
 Row = dict[str, Any]
 MEASURES = {

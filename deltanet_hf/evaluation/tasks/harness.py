@@ -23,11 +23,12 @@ from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.measures.scores import Score, clustered_score, mean_score, perplexity_score
+from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.tasks.code_eval import code_runs_here
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, templates_compiled_once
 from deltanet_hf.evaluation.tasks.local_data import blimp_paradigms, write_task_folder
+from deltanet_hf.evaluation.tasks.rotated_options import right_in_all
 from deltanet_hf.evaluation.tasks.ruler import Ruler
 from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
 
@@ -162,18 +163,15 @@ def _collect(task: SuiteTask, parts: list[ConfigurableTask]) -> TaskResult:
     scores: dict[str, Score] = {}
     for metric, values in samples.items():
         if metric == "perplexity":
-            scores[metric] = perplexity_score([-value for value in values])
+            scores[metric] = Clusters.each([-value for value in values]).perplexity
         elif metric == "all_rotations":
-            groups: dict[int, float] = {}
-            for group, right in values:
-                groups[group] = min(groups.get(group, 1.0), right)
-            scores[metric] = mean_score(list(groups.values()))
+            scores[metric] = Clusters.each(right_in_all(values)).score
         elif isinstance(values[0], list):  # several values per row, as IFEval's instructions
             scores[metric] = Clusters(
                 np.array([sum(row) for row in values]), np.array([len(row) for row in values])
             ).score
         else:
-            scores[metric] = clustered_score([float(value) for value in values], clusters)
+            scores[metric] = Clusters.of([float(value) for value in values], clusters).score
     if task.name == "blimp":
         scores["acc"] = _stratified(parts, samples["acc"])
     return TaskResult(np.asarray([float(value) for value in samples[task.metric]]), scores)
@@ -184,7 +182,7 @@ def _stratified(parts: list[ConfigurableTask], values: list[float]) -> Score:
     means, variances, start = [], [], 0
     for part in parts:
         count = len({instance.doc_id for instance in part.instances})
-        score = mean_score(values[start : start + count])
+        score = Clusters.each(values[start : start + count]).score
         means.append(score.value)
         variances.append(score.stderr**2)
         start += count

@@ -27,29 +27,12 @@ class Haystack:
         ends = [str(tokenizer.decode([int(token)])).rstrip(" ").endswith(_ENDS) for token in known]
         self._ends = np.asarray(ends, dtype=bool)[places]
 
-    def piece(self, rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-        """A random piece of `length` tokens, and the places in it that follow the end of a sentence.
-
-        Raises UserError if the text is shorter.
-        """
-        if not 0 < length <= self.ids.size:
-            raise UserError(f"recall probes need a text of {length} tokens, the text has {self.ids.size}")
-        start = rng.randrange(self.ids.size - length + 1)
-        places = np.flatnonzero(self._ends[start : start + length]) + 1
-        return self.ids[start : start + length].tolist(), places.tolist()
-
     def with_facts(
-        self,
-        rng: random.Random,
-        prefix: Sequence[int],
-        facts: Sequence[Sequence[int]],
-        length: int,
-        between_sentences: bool = True,
+        self, rng: random.Random, prefix: Sequence[int], facts: Sequence[Sequence[int]], length: int
     ) -> tuple[list[int], list[Span]]:
-        """`prefix`, then a piece with the facts at random places, `length` tokens together.
+        """`prefix`, then a random piece with the facts at random places, `length` tokens together.
 
-        Args:
-            between_sentences: whether facts stand between sentences only, if the piece has enough of them.
+        Facts stand between sentences, if the piece has enough of them.
 
         Returns the token ids and the span of each fact, in the order of `facts`, which is their order in the text.
         Raises UserError if the text is too short, or `length` leaves fewer tokens of text than there are facts.
@@ -57,8 +40,12 @@ class Haystack:
         room = length - len(prefix) - sum(map(len, facts))
         if room < len(facts):
             raise UserError(f"{len(facts)} facts of {sum(map(len, facts))} tokens do not fit into {length} tokens")
-        text, places = self.piece(rng, room)
-        if not between_sentences or len(places) < len(facts):
+        if room > self.ids.size:
+            raise UserError(f"recall probes need a text of {room} tokens, the text has {self.ids.size}")
+        start = rng.randrange(self.ids.size - room + 1)
+        text = self.ids[start : start + room].tolist()
+        places = (np.flatnonzero(self._ends[start : start + room]) + 1).tolist()
+        if len(places) < len(facts):
             places = list(range(1, room + 1))
         places = sorted(rng.sample(places, len(facts)))
         ids, spans, begin = list(prefix), [], 0

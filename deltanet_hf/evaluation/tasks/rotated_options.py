@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -76,13 +75,19 @@ def process_results(doc: Row, results: list[tuple[float, bool]]) -> Row:
     return {"acc": right, "all_rotations": (doc["group"], right)}
 
 
-def all_right(items: list[tuple[int, float]]) -> float:
-    """Share of questions answered correctly in all their rotations.
+def right_in_all(items: Iterable[tuple[int, float]]) -> list[float]:
+    """Per question, 1.0 if it was answered correctly in all its rotations.
 
     Args:
         items: (number of the question, 1.0 if this rotation was answered correctly) per row.
     """
-    groups: dict[int, list[float]] = defaultdict(list)
+    groups: dict[int, float] = {}
     for group, right in items:
-        groups[group].append(right)
-    return sum(min(rights) for rights in groups.values()) / len(groups)
+        groups[group] = min(groups.get(group, 1.0), right)
+    return list(groups.values())
+
+
+def all_right(items: list[tuple[int, float]]) -> float:
+    """The `aggregation` function for lm-eval: the share of questions in `right_in_all`."""
+    rights = right_in_all(items)
+    return sum(rights) / len(rights)

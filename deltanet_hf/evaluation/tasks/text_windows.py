@@ -58,3 +58,21 @@ def windows(ids: np.ndarray, length: int, count: int, spread: bool = False) -> T
     count = min(count, available)
     chosen = np.linspace(0, available - 1, count).round().astype(int) if spread else np.arange(count)
     return torch.from_numpy(ids[: available * length].reshape(available, length)[chosen])
+
+
+def wikitext_texts(data: Path | None) -> dict[str, str]:
+    """WikiText-2 as distributed (`wikitext2`), with spaces and marks around punctuation, and by lm-eval's detokeniser
+    (`wikitext2_clean`).
+
+    Both come from the file `wikitext2/wiki.test.tokens` of the folder `data`; without it, the result is empty. They
+    hold the same words, so their difference shows how a model that was trained on clean text copes with the format.
+    """
+    path = None if data is None else data / "wikitext2" / "wiki.test.tokens"
+    if path is None or not path.is_file():
+        return {}
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    raw = path.read_text(encoding="utf-8")
+    # Per line, because the detokeniser would otherwise pair quotation marks of different paragraphs.
+    clean = "\n".join(wikitext_detokenizer({"page": line}) for line in raw.splitlines())
+    return {"wikitext2": raw, "wikitext2_clean": clean}

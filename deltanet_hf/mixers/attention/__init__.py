@@ -1,13 +1,9 @@
 """The softmax attention of a family, changed in place: its module, its weights and their names stay.
 
-    attention_kind.py   base of the kinds that add something before the softmax and keep all tokens
-    decay_bias.py       base of those whose scores fall with the distance
-    window_softmax.py   the softmax under a window and sinks (`window.py`)
-    packed_softmax.py   the softmax over keys and values in 8 or 4 bits
-    single_query.py     the softmax of one token, for decoding
-    head_split.py       narrower attentions, each with some of the heads (`mixed_heads.py`)
-    paired_class.py     a class of ours in front of the family's
-    routed_config.py    a configuration that hands the family's attention to a function of ours
-
-A kind of its own derives from `AttentionKind`.
+window_softmax.py   the softmax under a window and sinks (`window.py`)
+packed_softmax.py   the softmax over keys and values in 8 or 4 bits
+single_query.py     the softmax of one token, for decoding
+head_split.py       narrower attentions, each with some of the heads (`mixed_heads.py`)
+paired_class.py     a class of ours in front of the family's
+routed_config.py    a configuration that hands the family's attention to a function of ours
 """

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from deltanet_hf.mixers.attention.attention_kind import visible
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax, own_attention
 from deltanet_hf.mixers.cache.argument import cache_in
+from deltanet_hf.mixers.layer.masks import visible
 from deltanet_kernels import window_attention
 from deltanet_kernels.common.rotation import rotate
 
@@ -77,7 +77,7 @@ def attend(
     far = _rotated(module, query, torch.full_like(positions, module.limit - 1))
     if attention_mask is None and length == held and dropout == 0:
         return _of_rows(q, far, k, key, value, module.limit, scale), None
-    mask = visible(attention_mask)
+    mask = None if attention_mask is None else visible(attention_mask)
     outputs = []
     for start in range(0, length, QUERIES):
         part = slice(start, start + QUERIES)

@@ -5,7 +5,6 @@
     mix_call.py          what a rule reads of one call
     mixer.py             a layer with a recurrent state: projections, norms, convolution, rotation, output
     delta_rule.py        base of the rules with a decay and a write strength
-    late_writes.py       states beside which the last writes wait, and states in 8 bits
     channel_rule.py      base of those that decay per key channel
     settings.py          what config.json says of a layer, read and checked
     attention_shape.py   the attention that a mixer replaces, and the settings that all mixers share
@@ -23,8 +22,7 @@ Rules import from here.
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import MixerProjections
 from deltanet_hf.mixers.layer.channel_rule import ChannelRule
-from deltanet_hf.mixers.layer.delta_rule import AdditiveSettings, DeltaRule, LateAdditiveSettings, StepGates
-from deltanet_hf.mixers.layer.late_writes import LateSettings
+from deltanet_hf.mixers.layer.delta_rule import AdditiveSettings, DeltaRule, StepGates
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -36,8 +34,6 @@ __all__ = [
     "AdditiveSettings",
     "ChannelRule",
     "DeltaRule",
-    "LateAdditiveSettings",
-    "LateSettings",
     "LayerKind",
     "MixCall",
     "Mixer",

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -27,8 +27,6 @@ S = TypeVar("S", bound="MixerProjections")
 class MixerProjections(MixerSettings):
     """The settings of everything that surrounds a recurrence; all mixers with a recurrent state share them."""
 
-    state_dtypes: ClassVar[tuple[StateDtype, ...]] = ("float32", "bfloat16")
-    """Those that the rule has; a delayed state has all."""
     expand_kv: bool  # key/value heads repeated to the number of query heads: one state per query head
     rope: bool  # the teacher's rotary embedding on q and k
     qk_norm: bool  # the teacher's learned q/k norms, where it has them
@@ -54,7 +52,7 @@ class MixerProjections(MixerSettings):
             ("qk_activation", get_args(Activation)),
             ("v_activation", get_args(Activation)),
             ("output_norm", get_args(OutputNorm)),
-            ("state_dtype", get_args(StateDtype) if self.delayed else self.state_dtypes),
+            ("state_dtype", get_args(StateDtype)),
             ("conv_on", get_args(ConvolvedParts)),
         ):
             check_choice(where, name, getattr(self, name), allowed)
@@ -73,6 +71,8 @@ class MixerProjections(MixerSettings):
             check_bool(where, name, getattr(self, name))
         if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
             raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
+        if self.state_dtype == "int8" and not self.delayed:
+            raise ValueError(f"{where}.state_dtype: got int8, which needs delayed; take float32 or bfloat16")
         check_at_least(where, "window", self.window, 0)
         check_at_least(where, "sinks", self.sinks, 0)
         if self.delayed and not (self.window and self.rope and not self.conv_size):

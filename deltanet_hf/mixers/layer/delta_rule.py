@@ -18,14 +18,6 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import MixerProjections
-from deltanet_hf.mixers.layer.late_writes import (
-    LateSettings,
-    current,
-    late_shapes,
-    late_step,
-    without_writes,
-    writes_shape,
-)
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import DecayGate
@@ -49,11 +41,6 @@ class AdditiveSettings(MixerProjections):
         super().validate(where)
         if self.allow_neg_eigval:
             raise ValueError(f"{where}.allow_neg_eigval: got true, but this rule erases nothing; leave it out")
-
-
-@dataclass(frozen=True)
-class LateAdditiveSettings(AdditiveSettings, LateSettings):
-    """Settings of the rules that erase nothing and may write late."""
 
 
 class StepGates(NamedTuple):
@@ -121,15 +108,7 @@ class DeltaRule(Mixer):
         return 2 if self.settings.allow_neg_eigval else 1
 
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
-        if not self.late_writes:
-            return delta_rule(call, self.settings.state_dtype, erase=self.erase)
-        if call.state is not None:
-            if call.q.shape[1] <= self.late_writes and not torch.is_grad_enabled() and call.cu_seqlens is None:
-                return late_step(call, call.state, self.erase)
-            wide = torch.promote_types(call.q.dtype, torch.float32)
-            call = call._replace(state={"state": current(call.state, wide)})
-        output, new = delta_rule(call, "float32", erase=self.erase)
-        return output, self.stored(new.get("state"), call.v.dtype)
+        return delta_rule(call, self.settings.state_dtype, erase=self.erase)
 
     def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
         """As in the base class, by an operator of its own for the rule of the module's docstring."""
@@ -148,29 +127,8 @@ class DeltaRule(Mixer):
         )
         return output, stored(new_state, self.settings.state_dtype)
 
-    @property
-    def late_writes(self) -> int:
-        """Tokens whose writes wait beside the state; 0 where the rule has no such setting."""
-        return getattr(self.settings, "late_writes", 0)
-
-    def stored(self, new_state: Tensor | None, dtype: torch.dtype) -> State:
-        """The state after a prompt as the cache of a model of this dtype keeps it."""
-        if new_state is None or not self.late_writes:
-            return stored(new_state, self.settings.state_dtype)
-        return without_writes(new_state, self.late_writes, self.settings.state_dtype, dtype)
-
     def recurrent_shapes(self) -> dict[str, TensorShape]:
-        state = self.state_shape()
-        return {"state": state, **(late_shapes(state, self.late_writes) if self.late_writes else {})}
-
-    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
-        shapes = super().state_shapes(dtype)
-        if self.late_writes:
-            shapes["late_writes"] = writes_shape(shapes["state"], self.late_writes, dtype)
-        return shapes
-
-    def largest_counts(self) -> dict[str, int]:
-        return {"late_count": self.late_writes} if self.late_writes else {}
+        return {"state": self.state_shape()}
 
     def state_shape(self, rows: int | None = None) -> TensorShape:
         """A state of `rows` x D per head (D x D by default) that `state_dtype` may round."""

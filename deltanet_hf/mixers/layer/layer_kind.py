@@ -37,6 +37,8 @@ class LayerKind:
     """Whether it is a mixer with a recurrent state, which may stand beside a window and for some heads of a layer."""
     keeps_all_tokens: ClassVar[bool] = False
     """Whether it is the family's attention to all tokens, with or without something added."""
+    state_beside_keys: ClassVar[bool] = False
+    """Whether it keeps a state of constant size beside the keys and values of all tokens."""
     reads_further: ClassVar[bool] = False
     """Whether it can stand in a model that has more positions than the teacher (`models/far_positions.py`)."""
     may_delay: ClassVar[bool] = False

@@ -22,7 +22,7 @@ def linear_products(x: Tensor, linears: Sequence[nn.Module | None]) -> list[Tens
         return [None if one is None else one(x) for one in linears]
     sizes = [one.out_features for one in narrow]
     rest = -sum(sizes) % ALIGNMENT
-    biases = [one.weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in narrow]
+    biases: list[Tensor] = [one.weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in narrow]
     weight = F.pad(torch.cat([one.weight for one in narrow]), (0, 0, 0, rest))
     product = F.linear(x, weight, F.pad(torch.cat(biases), (0, rest))).split([*sizes, rest], -1)
     found = dict(zip(narrow, product, strict=False))

@@ -40,8 +40,12 @@ def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | 
         raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, S] or [B, 1, T, S]")
     own = _own_columns(attention_mask, length, seen)
     diagonal = attention_mask[:, 0].gather(-1, own.view(1, -1, 1).expand(attention_mask.shape[0], -1, 1))
-    diagonal = diagonal.squeeze(-1)
-    return ~diagonal if diagonal.dtype == torch.bool else diagonal <= -1.0
+    return ~visible(diagonal.squeeze(-1))
+
+
+def visible(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as bool, True where a query may see a key."""
+    return mask if mask.dtype == torch.bool else mask > -1.0
 
 
 def positions_in(
@@ -68,8 +72,7 @@ def positions_in(
         if begins and padding is not None:
             return ((~padding).cumsum(-1) - 1).clamp(min=0)
         if window is None:  # causal order: a token sees all before it
-            visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > -1.0
-            return (visible[:, 0].sum(-1) - 1).clamp(min=0)
+            return (visible(attention_mask)[:, 0].sum(-1) - 1).clamp(min=0)
     raise ValueError("position_ids: cannot be read off this attention_mask; pass them with it, or a mask [B, S]")
 
 
@@ -217,15 +220,15 @@ def _check_order(
     """
     if padding is None or torch.compiler.is_compiling() or mask.is_meta or _recording(mask):
         return
-    visible = mask if mask.dtype == torch.bool else mask > -1.0
+    seeing = visible(mask)
     real = ~padding[:, None, :, None]
-    keys = (visible & real).any(dim=2, keepdim=True)
+    keys = (seeing & real).any(dim=2, keepdim=True)
     columns = torch.arange(mask.shape[-1], device=mask.device)
     own = _own_columns(mask, mask.shape[2], seen)[:, None]
     orders = [columns <= own]
     if window is not None:
         orders.append(orders[0] & (columns > own - window))
-    if not any(bool(((visible == (order & keys)) | ~real).all()) for order in orders):
+    if not any(bool(((seeing == (order & keys)) | ~real).all()) for order in orders):
         raise ValueError(
             "attention_mask: this 4D mask hides or shows more than causal order and padding do, which converted layers "
             "cannot follow; for packed rows pass position_ids that restart, or cu_seq_lens_q, without a mask"

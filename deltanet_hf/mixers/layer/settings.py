@@ -26,13 +26,14 @@ class MixerSettings:
         Raises:
             ValueError: a key is missing, unknown or has a wrong value; the message names it.
         """
+        kept = {name: value for name, value in values.items() if (name, value) != ("late_writes", 0)}  # of old folders
         known = {f.name: f for f in fields(cls)}
-        if unknown := sorted(set(values) - set(known)):
+        if unknown := sorted(set(kept) - set(known)):
             raise ValueError(f"{where}.{unknown[0]}: unknown key; known keys are {', '.join(sorted(known))}")
         required = {name for name, f in known.items() if f.default is MISSING}
-        if missing := sorted(required - set(values)):
+        if missing := sorted(required - set(kept)):
             raise ValueError(f"{where}.{missing[0]}: missing key; add it to the config's `deltanet` entry")
-        settings = cls(**values)
+        settings = cls(**kept)
         settings.validate(where)
         return settings
 

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_recipes.data.packing import Stream
 from deltanet_recipes.data.recall_formats import FORMATS, Layout, Words
 from deltanet_recipes.schema_sections import Recall, Source
@@ -163,43 +161,3 @@ class RecallStream:
             if len(found) >= count:
                 return found[:count].tolist()  # type: ignore[no-any-return]
         raise UserError(f"data: {text.label} has too little text between its separators for recall rows")
-
-
-def recall_probes(
-    tokenizer: PreTrainedTokenizerBase,
-    text: np.ndarray,
-    length: int,
-    count: int = 16,
-    seed: int = 4321,
-    facts: int = 12,
-) -> dict[str, list[Probe]]:
-    """Probes in the formats that recall rows train, for the gain on these as opposed to formats not trained.
-
-    Args:
-        text: token ids [n] of a text without separators, which was not trained on.
-        length: tokens per probe.
-        count: number of probes per format.
-        facts: largest number of facts per 1,024 tokens.
-
-    Returns:
-        `count` probes by the name of the format.
-
-    Raises:
-        UserError: the text is shorter than a probe.
-    """
-    prefix = prefix_ids(tokenizer)
-    room = length - len(prefix)
-    if len(text) < room:
-        raise UserError(f"recall probes of {length} tokens need a text of {room} tokens, it has {len(text)}")
-    rows = RecallRows(tokenizer, facts)
-    probes: dict[str, list[Probe]] = {name: [] for name in FORMATS}
-    for name, made in probes.items():
-        for number in range(count):
-            rng = random.Random(f"recall probe {seed} {name} {length} {number}")
-            answers: list[slice] = []
-            while not answers:
-                begin = rng.randrange(len(text) - room + 1)
-                ids, answers = rows.make(rng, name, text[begin : begin + room].tolist(), room)
-            spans = tuple((place.start + len(prefix), place.stop + len(prefix)) for place in answers)
-            made.append(Probe((*prefix, *ids), spans))
-    return probes

@@ -1,11 +1,31 @@
 """Estimates what each stage takes: peak memory of a process, within a quarter of what was measured (docs/training.md),
-operations per token, and files.
+floating-point operations per token, and files.
 
 Weights, gradients, optimiser state and logits are counted from the tensors that a stage will have, on a copy of the
 student without memory. What the backward pass needs of the layers is estimated: the numbers that enter and leave their
 matrices, times one measured factor, and on a CPU the scores of attention in blocks. Not counted are CUDA's context,
 workspaces, fragmentation, and what an evaluation takes beside a CUDA graph. On a CPU, it is the resident memory of the
 process.
+
+Operations are counted from sizes too. A product with a matrix of n weights is 2 n operations per token. In rows of L
+tokens, causal softmax attention of H heads of d takes 2 L H d (scores and values, each 2 H d over L / 2 tokens on
+average), and a recurrent state of n numbers takes 6 n: it is read for the prediction, written, and read for the output.
+With the weights of
+
+    T    the teacher's layers and output matrix,        A_T  its attention,
+    S    the student's layers and output matrix,        A_S  its attention and states,
+    M    what is trained (mixers, adapters, or all),    X    the adapters,
+
+one token of distillation takes
+
+    teacher forward      2 T + A_T
+    student forward      2 S + 2 X + A_S
+    student backward     2 S + 2 X + 2 M + 2 A_S        (gradients of activations, and of the weights that are trained)
+
+and one of joint alignment 2 T + A_T without the output matrix, and 4 M + 3 A_S for the mixers alone, whose gradients
+with respect to activations are not counted. Layerwise alignment has no teacher in its steps. Embeddings, norms,
+convolutions and activations computed again (`gradient_checkpointing`) are not counted, so the share of a chip's peak
+that follows is that of the useful work ("model FLOPs utilization", Chowdhery et al. 2022, PaLM, appendix B).
 """
 
 from __future__ import annotations
@@ -31,7 +51,6 @@ from deltanet_kernels.window.cpu import block_size
 from deltanet_recipes.schema import Align, Stage, stage_tokens
 from deltanet_recipes.training.adapters import merge_lora, train_for
 from deltanet_recipes.training.feeds import micro_batch_rows
-from deltanet_recipes.training.flops import Flops, LayerSizes, ModelSizes, training_flops
 from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, mixers, output_weight
 from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.runtime import Runtime
@@ -70,6 +89,19 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+@dataclass(frozen=True)
+class Flops:
+    """Operations per training token by part of the step; those of layerwise alignment are of all mixers."""
+
+    teacher: float
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.teacher + self.forward + self.backward
+
+
 class Estimate(NamedTuple):
     """The estimate of a stage.
 
@@ -77,7 +109,6 @@ class Estimate(NamedTuple):
         rows: rows that one process works on at once.
         in_mixers, rest: numbers of trained weights of mixers, and of others.
         peak: parts of the peak memory of one process.
-        flops: floating-point operations per training token; for layerwise alignment, of all layers together.
         disk: bytes of the teacher's activations that all processes together keep on disk.
     """
 
@@ -98,7 +129,7 @@ def estimates(
         student: the model before the first of the stages; only shapes and dtypes are read.
         holdout_tokens: tokens that are evaluated on.
     """
-    sizes, found = _model_sizes(student), []
+    sizes, found = _Sizes.of(student), []
     for stage, model in zip(stages, _as_trained(student, stages), strict=True):
         rows, disk = micro_batch_rows(stage, runtime.world), 0
         if stage.layerwise:
@@ -109,7 +140,7 @@ def estimates(
         adapters = {p for name, p in model.named_parameters() if p.requires_grad and "lora_" in name}
         new = {p for mixer in mixers(model).values() for part in mixer.new_parts() for p in part.parameters()}
         in_mixers, total = _numbers(trained & new - adapters), _numbers(trained)
-        flops = training_flops(stage, sizes, total, _numbers(adapters))
+        flops = _flops(stage, sizes, total, _numbers(adapters))
         peak = _stage_memory(stage, sizes, student, model, rows, runtime)
         found.append(Estimate(rows, in_mixers, total - in_mixers, peak, flops, disk))
     return found
@@ -127,7 +158,7 @@ def _as_trained(student: PreTrainedModel, stages: Sequence[Stage]) -> Iterator[P
 
 
 def _stage_memory(
-    stage: Stage, sizes: ModelSizes, student: PreTrainedModel, model: PreTrainedModel, rows: int, runtime: Runtime
+    stage: Stage, sizes: _Sizes, student: PreTrainedModel, model: PreTrainedModel, rows: int, runtime: Runtime
 ) -> Memory:
     """The peak of a process that works on `rows` rows at once, with the student before all stages and as `model`."""
     converted, blocks = list(mixers(model).values()), list(decoder_layers(student))
@@ -210,38 +241,79 @@ def _kept_scores(layer: Any, tokens: int, bits: int) -> float:
     return kept
 
 
-def _model_sizes(student: PreTrainedModel) -> ModelSizes:
-    """Only shapes are read, so the student may be on the meta device."""
-    config: Any = student.config
-    dim, heads = head_size(config), config.num_attention_heads
-    attention = 2 * config.hidden_size * dim * (heads + (config.num_key_value_heads or heads))
-    layers, converted = decoder_layers(student), mixers(student)
-    used = int(getattr(config, "num_experts_per_tok", 0))
-    return ModelSizes(
-        tuple(_layer_sizes(layer, converted.get(i), attention, used) for i, layer in enumerate(layers)),
-        hidden=config.hidden_size,
-        mlp=mlp_size(config),
-        queries=heads * dim,
-        attention=attention,
-        outside=_numbers(student.parameters()) - _numbers(layers.parameters()),
-        vocabulary=output_weight(student).shape[0],
-    )
+def _flops(stage: Stage, sizes: _Sizes, trained: int, adapters: int) -> Flops:
+    """Operations of a stage that trains so many weights, adapters among them."""
+    layers, converted = sizes.layers, [layer for layer in sizes.layers if layer.converted]
+    softmax = 2.0 * stage.sequence_length * sizes.queries  # of one layer
+    mixing = 6.0 * sum(layer.states for layer in converted)
+    own, in_mixers = sum(layer.matrices for layer in layers), sum(layer.in_mixer for layer in layers)
+    teacher = 2.0 * (own - in_mixers + len(converted) * sizes.attention) + len(layers) * softmax
+    if isinstance(stage, Align):
+        forward = 2.0 * in_mixers + mixing
+        return Flops(0.0 if stage.layerwise else teacher, forward, forward + mixing)
+    passes, head = 2 if stage.recall_weight > 0 else 1, sizes.vocabulary * sizes.hidden
+    mixed = mixing + (len(layers) - len(converted)) * softmax
+    through = 2.0 * (own + head + adapters)
+    return Flops(passes * (teacher + 2.0 * head), through + mixed, through + 2.0 * trained + 2 * mixed)
 
 
-def _layer_sizes(layer: nn.Module, mixer: Any, attention: int, used_experts: int) -> LayerSizes:
-    name, weights = mixer_name(layer), _numbers(layer.parameters())
-    linear = [part for part in layer.get_submodule(name).modules() if isinstance(part, nn.Linear)]
-    experts = [w for key, w in layer.named_parameters() if w.dim() == 3 and not key.startswith(name)]
-    parts = [] if mixer is None else [part for part in mixer.new_parts() if hasattr(part, "recurrent_shapes")]
-    states = [torch.Size(state.shape) for part in parts for state in part.recurrent_shapes().values()]
-    return LayerSizes(
-        converted=mixer is not None,
-        teacher=weights + (0 if mixer is None else attention - _numbers(mixer.parameters())),
-        matrices=_matrices(layer) + used_experts * sum(w.numel() // len(w) for w in experts),
-        in_mixer=0 if mixer is None else _matrices(mixer),
-        states=sum(shape.numel() for shape in states if len(shape) == 3),
-        passed=sum(part.in_features + 2 * part.out_features for part in linear),
-    )
+class _Layer(NamedTuple):
+    """Sizes of a decoder layer. `in_mixer` and `states` are 0 unless it is converted."""
+
+    converted: bool  # it has a mixer with weights that the teacher does not have
+    teacher: int  # weights of the teacher's layer
+    matrices: int  # weights of the matrices that a token meets; of experts, those that it uses
+    in_mixer: int  # those of the mixer
+    states: int  # numbers of the mixer's recurrent states, without those of convolutions
+    passed: int
+    """Numbers per token that enter and leave the matrices of the mixer or attention. Outputs count twice: before and
+    after norm, convolution, rotation or activation."""
+
+    @classmethod
+    def of(cls, layer: nn.Module, mixer: Any, attention: int, used_experts: int) -> _Layer:
+        name, weights = mixer_name(layer), _numbers(layer.parameters())
+        linear = [part for part in layer.get_submodule(name).modules() if isinstance(part, nn.Linear)]
+        experts = [w for key, w in layer.named_parameters() if w.dim() == 3 and not key.startswith(name)]
+        parts = [] if mixer is None else [part for part in mixer.new_parts() if hasattr(part, "recurrent_shapes")]
+        states = [torch.Size(state.shape) for part in parts for state in part.recurrent_shapes().values()]
+        return cls(
+            converted=mixer is not None,
+            teacher=weights + (0 if mixer is None else attention - _numbers(mixer.parameters())),
+            matrices=_matrices(layer) + used_experts * sum(w.numel() // len(w) for w in experts),
+            in_mixer=0 if mixer is None else _matrices(mixer),
+            states=sum(shape.numel() for shape in states if len(shape) == 3),
+            passed=sum(part.in_features + 2 * part.out_features for part in linear),
+        )
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a student and its teacher."""
+
+    layers: list[_Layer]
+    hidden: int
+    mlp: int  # width of the feed-forward block for one token
+    queries: int  # width of the queries of all heads of the teacher's attention
+    attention: int  # weights of the projections of one attention layer of the teacher
+    outside: int  # weights outside of the layers: embeddings, output matrix, last norm
+    vocabulary: int  # rows of the output matrix
+
+    @classmethod
+    def of(cls, student: PreTrainedModel) -> _Sizes:
+        """Only shapes are read, so the student may be on the meta device."""
+        config: Any = student.config
+        queries, keys = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        attention = 2 * config.hidden_size * head_size(config) * (queries + keys)
+        layers, converted = decoder_layers(student), mixers(student)
+        used = int(getattr(config, "num_experts_per_tok", 0))
+        return cls(
+            [_Layer.of(layer, converted.get(i), attention, used) for i, layer in enumerate(layers)],
+            hidden=config.hidden_size,
+            mlp=mlp_size(config),
+            queries=queries * head_size(config),
+            attention=attention,
+            outside=_numbers(student.parameters()) - _numbers(layers.parameters()),
+            vocabulary=output_weight(student).shape[0],
+        )
 
 
 def _numbers(weights: Any) -> int:

@@ -27,7 +27,7 @@ FUSED = "qkv_proj"  # phi3
 def kept_attention(student: nn.Module) -> Iterator[tuple[int, str, Any]]:
     """The softmax attention modules of a student: layer index, name and module.
 
-    They are whole layers, with or without something added (`AttentionKind`), and the softmax part of mixed heads.
+    They are whole layers, with or without something added, and the softmax part of mixed heads.
     """
     for index, layer in enumerate(decoder_layers(student)):
         name = mixer_name(layer)

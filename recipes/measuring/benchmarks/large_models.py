@@ -5,7 +5,7 @@
 
 Random weights are enough to measure: the student learns its teacher's outputs, and the loss falls. Teacher and student
 are made in FOLDER/SHAPE (34 GB for 8B), the run works in FOLDER/NAME. As soon as a stage has ended, its row is in
-FOLDER/large_models.json: speed, share of the chip's peak (`training/flops.py`), peak memory beside the expected,
+FOLDER/large_models.json: speed, share of the chip's peak (`training/estimate.py`), peak memory beside the expected,
 first and last loss. In the last stage, all processes are killed after a checkpoint, and the run is resumed. Then the
 final model is loaded and generates 8 tokens. The weights of the run are deleted at the end. The same command continues
 after an interruption. Run several at a time by CUDA_VISIBLE_DEVICES.

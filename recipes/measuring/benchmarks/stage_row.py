@@ -24,7 +24,7 @@ def stage_figures(run: Path, stage: str) -> dict[str, Any]:
 
     Returns:
         loss_first and loss_last (means over one interval of the log), kl_first and kl_last where there is one,
-        tokens_per_s (median over the intervals after the first ones), flops_per_token (`training/flops.py`),
+        tokens_per_s (median over the intervals after the first ones), flops_per_token (`training/estimate.py`),
         share_of_peak of all GPUs together (None for a device whose peak is not known), memory_gib and planned_gib (of
         one process), device.
     """

@@ -12,8 +12,8 @@ from deltanet_hf.exit_codes import run_command
 from measuring.kernels.harness import run
 
 NAMES = (
-    *("chunk", "group", "channel_gates", "inner_training", "window"),
-    *("decode", "window_step", "decode_attention", "packed_attention", "host_time", "first_call", "cpu"),
+    *("chunk", "group", "channel_gates", "window"),
+    *("decode", "window_step", "decode_attention", "packed_attention", "cpu"),
 )
 
 

@@ -2,39 +2,28 @@
 
 32 heads, K = V = 128, float32 state in place, gate, sigmoid and L2 norm in the kernel; "whole layer" also includes the
 short convolution, SiLU, the norm and the output gate. The least that a step moves is the state, read and written once.
-With late writes a whole layer's step reads the state, and writes it every 16 tokens; its time is the mean of 16. The
-bytes are then those of the state once and a sixteenth, and of the writes that wait: 7.5 on average, one more for the
-folding and one for the token. Each step is first compared with float64, late writes in 17 steps. The peer is
-flash-linear-attention's recurrent kernel, whose gate and sigmoid are applied outside and not timed.
+Each step is first compared with float64. The peer is flash-linear-attention's recurrent kernel, whose gate and sigmoid
+are applied outside and not timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import deltanet_kernels.gated_delta_rule.step as launches
 from deltanet_kernels import gated_delta_step_, naive_gated_delta_rule
 from deltanet_kernels.arguments import StepCall
-from deltanet_kernels.gated_delta_rule.cpu_late_writes import restored, rounded_to_8_bits
 from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
-from measuring.kernels.harness import Always, Benchmark, Configuration, relative_error, several_caches, time_steps
+from measuring.kernels.harness import Benchmark, relative_error, several_caches, time_steps
 from measuring.rows import Row
 
 HEADS, SIZE = 32, 128
 WHOLE = "deltanet, whole layer"
-LATE = {
-    "deltanet, late writes": torch.float32,
-    "deltanet, late writes, bfloat16": torch.bfloat16,
-    "deltanet, late writes, int8": torch.int8,
-}  # dtypes of the state
-PLACES = 16  # of late writes
 Inputs = dict[str, Tensor]
 
 
@@ -71,52 +60,6 @@ def layer_step(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """o of a whole layer, and the state; both the state and the tail of the convolution are changed in place."""
     arguments: dict[str, Any] = {**x, "state": state, "qk_silu": True, "v_silu": True}
     return gated_delta_step_(**arguments), state
-
-
-def make_late(batch: int, dtype: torch.dtype) -> Inputs:
-    """A state of this dtype and room for late writes."""
-    state = torch.randn(batch, HEADS, SIZE, SIZE, device="cuda")
-    scale = {}
-    if dtype == torch.int8:
-        state, scale["state_scale"] = rounded_to_8_bits(state)
-    places = (batch, HEADS, PLACES)
-    return scale | {
-        "state": state.to(dtype),
-        "late_writes": torch.zeros(*places, 2 * SIZE, device="cuda", dtype=torch.bfloat16),
-        "late_decay": torch.zeros(places, device="cuda"),
-        "late_count": torch.zeros(places[:2], device="cuda", dtype=torch.int32),
-    }
-
-
-def late_step(x: Inputs, late: Inputs) -> Tensor:
-    """o of a whole layer; changes the tensors of `late` and the tail of the convolution in place."""
-    arguments: dict[str, Any] = {**x, **late, "qk_silu": True, "v_silu": True}
-    return gated_delta_step_(**arguments)
-
-
-def measure_late(x: Inputs, batch: int, dtype: torch.dtype) -> Row:
-    """The figures of a step with late writes."""
-    waiting = SIZE * 2 * 2 * (PLACES / 2 + 1.5) * batch * HEADS
-    state = batch * HEADS * SIZE * (SIZE * dtype.itemsize + (4 if dtype == torch.int8 else 0))
-    caches = several_caches(lambda: make_late(batch, dtype), state)
-    late, copies = ({name: t.clone() for name, t in y.items()} for y in (caches[0], x))
-    true = restored(late["state"], late.get("state_scale"), torch.float64)
-    true_x = {name: t.double() for name, t in x.items()}
-    error = 0.0
-    for _ in range(PLACES + 1):  # the last after a fold
-        wanted = torch_gated_delta_step_(
-            StepCall(**true_x, state=true, eps=1e-6, qk_silu=True, v_silu=True)  # type: ignore[arg-type]
-        )
-        error = max(error, relative_error(late_step(copies, late), wanted))
-    return time_steps(lambda late: late_step(x, late), caches, error, state * (1 + 1 / PLACES) + waiting, PLACES)
-
-
-def late_configurations(labels: Row) -> Iterator[Configuration]:
-    """Columns per slice, warps, whether slices are loaded early, and columns of a thread."""
-    if labels["impl"] in LATE:
-        for width, warps in itertools.product((32, 64, 128), (2, 4, 8)):
-            for ahead, columns in itertools.product((False, True) if width < SIZE else (False,), (2, 4, 8)):
-                yield {(launches, "late_slices"): Always((width, warps, ahead, columns))}
 
 
 def peer_step(x: Inputs) -> Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]:
@@ -156,8 +99,6 @@ def wanted_layer_step(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor | None]:
 def measure(labels: Row, options: argparse.Namespace) -> Row:
     """The figures of the row with these labels."""
     batch, impl = labels["shape"][0], labels["impl"]
-    if impl in LATE:
-        return measure_late(make_layer(batch), batch, LATE[impl])
     x = make_layer(batch) if impl == WHOLE else make(batch)
     run = peer_step(x) if impl == "fla" else layer_step if impl == WHOLE else step
     size = 4 * batch * HEADS * SIZE * SIZE  # bytes of a state
@@ -172,14 +113,8 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
 def rows(peers: bool) -> Iterator[Row]:
     """Labels of the rows."""
     for batch in (1, 8, 64, 256):
-        for impl in ("deltanet", WHOLE, *LATE, *(("fla",) if peers else ())):
+        for impl in ("deltanet", WHOLE, *(("fla",) if peers else ())):
             yield {"shape": [batch, HEADS, SIZE], "impl": impl}
 
 
-BENCHMARK = Benchmark(
-    rows,
-    measure,
-    {"shape": "B, heads, K = V; float32 state unless named"},
-    bandwidth=True,
-    configurations=late_configurations,
-)
+BENCHMARK = Benchmark(rows, measure, {"shape": "B, heads, K = V; float32 state"}, bandwidth=True)

@@ -27,15 +27,6 @@ from measuring.rows import Row, RowFile, described, fill, machine
 
 RESULTS = Path(__file__).parents[2] / "results/kernels"
 PEERS = ("triton", "transformers", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python")
-SHAPES = [
-    (16, 2048, 9, 64),
-    (8, 2048, 32, 64),
-    (4, 4096, 32, 128),
-    (1, 4096, 32, 128),
-    (1, 32768, 32, 128),
-    (1, 131072, 16, 128),
-]
-"""B, T, heads, head size of the benchmarks that compare kernels."""
 MOST = 0.05  # relative error of right results, outputs and gradients in bfloat16
 MOST_OF_A_STEP = 0.01  # of a decoding step
 TIMES = ("fwd_ms", "fwdbwd_ms", "fwd_graph_ms", "fwdbwd_graph_ms")
@@ -255,7 +246,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return error if error == error else math.inf
 
 
-def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: float, size: float, period: int = 1) -> Row:
+def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: float, size: float) -> Row:
     """The row of a decoding step that was compared with float64, timed in a CUDA graph.
 
     Args:
@@ -263,7 +254,6 @@ def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: floa
         caches: used in turn, so many that none stays in the L2 cache.
         error: relative error of the step.
         size: bytes that a step has to move.
-        period: steps after which a cache repeats what it does; all of them are timed, and us is their mean.
 
     Returns:
         rel_error, us, and share_of_copy_bandwidth, the time of copying so many bytes divided by the step's; without
@@ -272,7 +262,7 @@ def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: floa
     if not error < MOST_OF_A_STEP:
         return {"rel_error": error, "error": "wrong results"}
     turns: Iterator[Any] = itertools.cycle(caches)
-    us = round(graph_us(lambda: step(next(turns)), max(4, len(caches)) * period), 3)
+    us = round(graph_us(lambda: step(next(turns)), max(4, len(caches))), 3)
     return {"rel_error": error, "us": us, "share_of_copy_bandwidth": round(size / (us * 1e-6) / copy_bandwidth(), 3)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deltanet_hf.errors import QualityError
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from measuring.lab.presets import Preset
 from measuring.lab.tasks import Task
 from measuring.lab.tiny_models import NO_POSITIONS, MixerChoice, tiny_model

@@ -107,9 +107,6 @@ def main(
     limit: Annotated[
         int | None, typer.Option(min=2, help="Largest number of windows per text and of probes per cell.")
     ] = None,
-    sweeps: Annotated[
-        bool, typer.Option("--sweeps", help="Measure recall at 8k tokens and over distance, too.")
-    ] = False,
     tasks: Annotated[
         Path | None,
         typer.Option(help="Folder of NAME/SPLIT.jsonl.gz files: measure the suites that papers report, too."),
@@ -120,7 +117,7 @@ def main(
     began = time.perf_counter()
     loaded: Any = load_for_measure(teacher, device)
     tokenizer = AutoTokenizer.from_pretrained(teacher)
-    measure = HybridMeasure(arrays, loaded, tokenizer, limit, sweeps)
+    measure = HybridMeasure(arrays, loaded, tokenizer, limit)
     references = SharedFigures(out.parent / "references", measure)
     typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
     began = time.perf_counter()
@@ -129,7 +126,7 @@ def main(
     if suites is not None:
         typer.echo(f"texts of the suites: {time.perf_counter() - began:.1f} s; without: {suites.missing or 'nothing'}")
 
-    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps, tasks=tasks)]
+    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, tasks=tasks)]
 
     def command(folder: str, **options: Any) -> dict[str, str]:
         words = [*common, *flags(**options)]

@@ -21,7 +21,6 @@ from measuring.study.bigram_recall import (
     in_range,
     short_context_hits,
 )
-from measuring.study.generated_answers import generated_answers
 from measuring.study.recall_cells import recall_cells
 
 BYTES_AT = 2048  # tokens of the sequence whose bytes are given
@@ -39,7 +38,6 @@ SPREAD = ("heldwiki", "wiki_long", "novels")  # arrays of many texts; of the oth
 WITH_BIGRAMS = ("wiki_4k", "4k")
 HAYSTACK = "novels"
 SEGMENT, SEGMENTS = 256, 64  # of the exact repeat
-GENERATED = "needles_1k"  # the cell whose answers are also generated
 
 
 class HybridMeasure:
@@ -48,7 +46,6 @@ class HybridMeasure:
     Args:
         arrays: folder with wt2.npy, heldwiki.npy, wiki_long.npy and novels.npy (token ids).
         limit: largest number of windows per text and of probes per cell; None for no limit.
-        sweeps: whether to measure recall by distance and load, generated answers, and contexts of 8k tokens.
     """
 
     def __init__(
@@ -57,9 +54,8 @@ class HybridMeasure:
         teacher: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         limit: int | None = None,
-        sweeps: bool = False,
     ) -> None:
-        self.teacher, self.sweeps = teacher, sweeps
+        self.teacher = teacher
         longest = int(teacher.config.get_text_config().max_position_embeddings)
         tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name, _, _ in TEXTS.values()}
         self.prefix = prefix_ids(tokenizer)
@@ -77,16 +73,12 @@ class HybridMeasure:
             name: Text(with_prefix(cut, tokenizer), cut.shape[1] - 1, parts=parts.get(name, {}))
             for name, cut in self.windows.items()
         }
-        probes = recall_cells(tokenizer, tokens[HAYSTACK], longest, sweeps, limit)
+        probes = recall_cells(tokenizer, tokens[HAYSTACK], longest, limit=limit)
         self.settings = Settings(texts | {"repeat": repeated(self.segments)}, teacher, probes, bytes_at=BYTES_AT)
 
     def __call__(self, model: PreTrainedModel) -> Measured:
         """All measures of a model; divergences are those from the teacher."""
-        found = measure(model, self.settings)
-        if self.sweeps:
-            generated = generated_answers(model, self.settings.probes[GENERATED])
-            found.clusters[f"{GENERATED}.generated"] = Clusters.each(generated)
-        return found
+        return measure(model, self.settings)
 
     def control(self) -> Measured:
         """The teacher without what is to be recalled: probes without facts, bigrams with a short context."""

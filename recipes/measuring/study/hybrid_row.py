@@ -70,8 +70,6 @@ def figures(measured: Measured, references: SharedFigures) -> dict[str, Any]:
         _put(cell, "first", clusters[f"{name}.first"].score, 100)
         _put(cell, "nats", clusters[f"{name}.nats"].score)
         _put(cell, "control", control[name].score, 100)
-        if f"{name}.generated" in clusters:
-            _put(cell, "generated", clusters[f"{name}.generated"].score, 100)
         row["cells"][name] = cell
     for name in [name for name in clusters if name.startswith("bigram_") and not name.endswith("_kl")]:
         row["cells"][name] = {}

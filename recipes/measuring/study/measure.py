@@ -42,9 +42,6 @@ def main(
     window: Annotated[
         bool, typer.Option("--window", help="Restrict the models to the last 64 and first 4 tokens, without training.")
     ] = False,
-    sweeps: Annotated[
-        bool, typer.Option("--sweeps", help="recall: also sweeps over distance and load, 8k tokens and generation.")
-    ] = False,
     free: Annotated[bool, typer.Option(help="recall: untrained baselines with the bytes of each model.")] = True,
     cache_bits: Annotated[int | None, typer.Option(help="Keep the models' keys and values in 8 or 4 bits.")] = None,
     references: Annotated[
@@ -54,12 +51,12 @@ def main(
     """Measure models, and add one row per model to a results file."""
     if kind not in SHOWN:
         raise UserError(f"{kind}: expected one of {', '.join(SHOWN)}")
-    if kind != "recall" and (sweeps or not free or references is not None):
-        raise UserError(f"--sweeps, --no-free, --references: only recall has them, and {kind} is measured")
+    if kind != "recall" and (not free or references is not None):
+        raise UserError(f"--no-free, --references: only recall has them, and {kind} is measured")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded: Any = load_for_measure(teacher, device)
-    make_row = row_maker(kind, arrays, loaded, limit, sweeps, free, references or out.parent / "references", teacher)
-    common = [kind, str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps)]
+    make_row = row_maker(kind, arrays, loaded, limit, free, references or out.parent / "references", teacher)
+    common = [kind, str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit)]
     for entry in model:
         began = time.perf_counter()
         name, _, folder = entry.partition("=")
@@ -79,7 +76,6 @@ def row_maker(
     arrays: Path,
     loaded: Any,
     limit: int | None,
-    sweeps: bool,
     free: bool,
     references: Path,
     teacher: str,
@@ -92,7 +88,7 @@ def row_maker(
     if kind == "mixers":
         mixers = MixerMeasure(arrays, loaded, tokenizer, limit)
         return lambda name, folder, model: mixer_row.make_row(name, folder, model, mixers)
-    shared = SharedFigures(references, HybridMeasure(arrays, loaded, tokenizer, limit, sweeps))
+    shared = SharedFigures(references, HybridMeasure(arrays, loaded, tokenizer, limit))
     return lambda name, folder, model: hybrid_row.make_row(name, folder, model, shared, free)
 
 

@@ -1,4 +1,4 @@
-"""The recall probes of a comparison by bytes: few enough for every run of a study, and sweeps beside them."""
+"""The recall probes of a comparison by bytes, few enough for every run of a study."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
-from measuring.study.recall_sweeps import one_fact, replaced_pairs, spread_pairs
 
 Build = Callable[[PreTrainedTokenizerBase, Haystack, int, int], list[Probe]]
 _LENGTHS = {1024: "1k", 2048: "2k", 4096: "4k", 8192: "8k", 16384: "16k", 32768: "32k"}
@@ -25,10 +24,6 @@ def _pairs(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, c
     return associative_recall(tokenizer, pairs, count)
 
 
-def _replaced(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int) -> list[Probe]:
-    return replaced_pairs(tokenizer, pairs, count)
-
-
 # Name -> builder, its size (tokens or pairs), number of probes.
 CELLS: dict[str, tuple[Build, int, int]] = {
     **{f"needles_{_LENGTHS[n]}": (_needles, n, count) for n, count in ((1024, 128), (2048, 128), (4096, 64))},
@@ -40,20 +35,14 @@ LONG: dict[str, tuple[Build, int, int]] = {
     for n, count in ((8192, 32), (16384, 16), (32768, 8))
     for name, build in (("needles", _needles), ("prose", prose_facts))
 }
-"""Cells of models with more than 8,192 positions, and of the sweeps."""
-SWEEPS: dict[str, tuple[Build, int, int]] = {
-    **{f"distance_{n}": (one_fact, n, 64) for n in (64, 256, 1024, 2048, 4096, 8000)},
-    **{f"load_{n}": (spread_pairs, n, 32) for n in (4, 16, 64, 256)},
-    **{f"replaced_{n}": (_replaced, n, 64) for n in (8, 32)},
-}
-_TOKENS = (_needles, prose_facts, one_fact)  # builders whose size is a number of tokens
+"""Cells of models with more than 8,192 positions."""
 
 
 def recall_cells(
     tokenizer: PreTrainedTokenizerBase,
     haystack: np.ndarray,
     longest: int,
-    sweeps: bool = False,
+    long: bool = False,
     limit: int | None = None,
 ) -> dict[str, list[Probe]]:
     """The probes of every cell, by its name.
@@ -61,13 +50,13 @@ def recall_cells(
     Args:
         haystack: token ids [n] of the text in which facts are hidden.
         longest: cells with longer contexts, in tokens, are left out.
-        sweeps: whether to add the sweeps over distance, load and replaced facts, and contexts of 8k tokens.
+        long: whether models with 8,192 positions get the cells of so many tokens, too.
         limit: largest number of probes per cell; None for no limit.
     """
     text = Haystack(tokenizer, haystack)
-    cells = CELLS | (LONG if sweeps or longest > 8192 else {}) | (SWEEPS if sweeps else {})
+    cells = CELLS | (LONG if long or longest > 8192 else {})
     return {
         name: build(tokenizer, text, size, min(count, limit or count))
         for name, (build, size, count) in cells.items()
-        if size <= longest or build not in _TOKENS
+        if size <= longest or build is _pairs
     }

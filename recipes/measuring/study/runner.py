@@ -29,6 +29,7 @@ import typer
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.journal import Journal
+from deltanet_recipes.cpu_threads import available_cpus
 from measuring.rows import Row, RowFile
 from measuring.study.measure import SHOWN
 from measuring.study.study_config import Conversion, Run, Study, load_study
@@ -72,7 +73,7 @@ class StudyRun:
 
     def work(self) -> int:
         """Carry out all runs; returns the number of runs that failed."""
-        cores = available_cores()
+        cores = available_cpus()
         converters = max(1, min(len(self.conversions), cores // CORES_PER_CONVERSION))
         gpus = list(dict.fromkeys(self.devices))
         threads = [threading.Thread(target=self._convert_all, args=(gpus[i % len(gpus)],)) for i in range(converters)]
@@ -94,7 +95,7 @@ class StudyRun:
         return self.failures
 
     def _convert_all(self, device: str | None) -> None:
-        threads = min(available_cores(), CORES_PER_CONVERSION)
+        threads = min(available_cpus(), CORES_PER_CONVERSION)
         while True:
             with self.lock:
                 if not self.conversions or self.stopped:
@@ -163,7 +164,7 @@ class StudyRun:
         if error := self.converted.get(student):
             raise Failed(error)
         folder, log, model = self.output / run.name, self.logs / f"{run.name}.log", student
-        threads = max(1, available_cores() // len(self.devices))
+        threads = max(1, available_cpus() // len(self.devices))
         folder.mkdir(parents=True, exist_ok=True)
         if run.recipe is not None:
             overrides, _ = self.study.recipe(run, str(student))
@@ -248,11 +249,6 @@ def _last_words(log: Path, begin: int) -> str:
         lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
     said = [line for line in lines if line.startswith(("error:", "failed:"))]
     return (said or lines or [f"see {log.name}"])[-1][:500]
-
-
-def available_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus() -> list[str]:

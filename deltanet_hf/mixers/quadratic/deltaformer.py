@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, StaticLayer
 
-from deltanet_hf.mixers.attention.attention_kind import AttentionKind, Call, Softmax
 from deltanet_hf.mixers.layer.parts import Opening
+from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from deltanet_kernels import deltaformer_solve
 
 

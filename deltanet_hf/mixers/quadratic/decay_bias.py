@@ -1,8 +1,15 @@
-"""Softmax attention whose scores fall with the distance: the base of forgetting attention and ALiBi.
+"""Softmax attention whose scores fall with the distance: forgetting attention and ALiBi.
 
 Per query head, with a log decay log f_t <= 0 per token and F_t = log f_1 + ... + log f_t,
 
     o_t = sum over s <= t of softmax_s(scale q_t . k_s + F_t - F_s) v_s
+
+Forgetting attention (FoX, the Forgetting Transformer, arXiv 2503.02130) computes the decay from the layer's input:
+log f_t = -opening * softplus(-f_proj(x_t)) with one opening >= 0 per head. At opening 0 nothing is forgotten, which is
+the teacher's attention; at 1 it is the paper's f_t = sigmoid(f_proj(x_t)). Linear biases (ALiBi, arXiv 2108.12409) are
+the constant log f = -slope, so that F_t - F_s = -slope (t - s), where padding does not count. The paper's slopes are
+fixed, 2^(-8 h / H) for h = 1 .. H; here they are trained and start at 0, the teacher's attention. The rotary embedding,
+which both papers leave out, stays.
 
 F_t is the same for all keys of a query and cancels in the softmax. So -F_s becomes further channels of the keys, which
 a constant in the query reads: any softmax kernel computes it, and the cached keys carry it. Sequences packed into a row
@@ -19,11 +26,12 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
-from deltanet_hf.mixers.attention.attention_kind import AttentionKind, Call, Softmax
+from deltanet_hf.mixers.layer.parts import Opening
+from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from deltanet_kernels import cumulative_sum
 
 ALIGNMENT = 8  # kernels want head sizes that are multiples of it
@@ -67,6 +75,65 @@ class DecayBias(AttentionKind):
         if call.cache is not None:
             k, v = call.cache.update(k, v, self.layer_idx)
         return softmax(q, k, v, call.mask)
+
+
+class ForgetGate(nn.Module):
+    """log f [B, T, H] <= 0, float32 or float64, from the layer's input x [B, T, hidden]."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.f_proj = nn.Linear(hidden, heads)
+        self.opening = Opening(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        opening = self.opening()
+        return -opening * F.softplus(-self.f_proj(x).to(opening.dtype))
+
+
+class ForgettingAttention(DecayBias):
+    """Softmax attention with a forget gate."""
+
+    name: ClassVar[str] = "fox"
+    title: ClassVar[str] = "forgetting attention"
+    without_lora: ClassVar[tuple[str, ...]] = ("f_proj",)  # one output per head
+
+    forget: ForgetGate
+
+    def add_parts(self, hidden: int, query_heads: int, kv_heads: int) -> None:
+        self.forget = ForgetGate(hidden, query_heads)
+
+    def new_parts(self) -> list[nn.Module]:
+        return [self.forget]
+
+    def start_neutral(self, spread: float) -> None:
+        """The opening has a gradient; the gate's projection has one as soon as the opening is above 0."""
+        self.forget.opening.reset_parameters()
+        nn.init.zeros_(self.forget.f_proj.weight)
+        nn.init.zeros_(self.forget.f_proj.bias)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return self.forget(x)  # type: ignore[no-any-return]
+
+
+class LinearBiasAttention(DecayBias):
+    """Softmax attention with linear biases; `slope.opening` [HQ] are the slopes."""
+
+    name: ClassVar[str] = "alibi"
+    title: ClassVar[str] = "attention with linear biases"
+
+    slope: Opening
+
+    def add_parts(self, hidden: int, query_heads: int, kv_heads: int) -> None:
+        self.slope = Opening(query_heads)
+
+    def new_parts(self) -> list[nn.Module]:
+        return [self.slope]
+
+    def start_neutral(self, spread: float) -> None:
+        self.slope.reset_parameters()
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return -self.slope().expand(*x.shape[:2], -1)
 
 
 def split(x: Tensor, dtype: torch.dtype) -> Tensor:

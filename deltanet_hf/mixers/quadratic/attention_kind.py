@@ -32,15 +32,10 @@ from deltanet_hf.mixers.cache.key_values import QUANTISED
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings, softmax_bytes
-from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in, sliding_window
+from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in, sliding_window, visible
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
 IMPLEMENTATION = "deltanet_attention_kind"  # the name under which the families' attention finds `_attend`
-
-
-@dataclass(frozen=True)
-class AttentionKindSettings(MixerSettings):
-    """The kinds have no settings: everything about them is trained."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class AttentionKind(LayerKind):
     family's class, so that `super().forward` is the family's attention.
     """
 
-    Settings: ClassVar[type[MixerSettings]] = AttentionKindSettings
+    Settings: ClassVar[type[MixerSettings]] = MixerSettings  # none: all about them is trained
     in_tables: ClassVar[str] = "global"
     keeps_all_tokens: ClassVar[bool] = True
 
@@ -197,7 +192,9 @@ class AttentionKind(LayerKind):
         seen = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         padding = padding_in(attention_mask, padding, length, seen)
         window = sliding_window(self.config.whole, self.layer_idx)
-        mask = visible(attention_mask)
+        if attention_mask is not None and attention_mask.dim() != 4:
+            raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, 1, T, S]")
+        mask = None if attention_mask is None else visible(attention_mask)
         if mask is None and cache is None and (cu_seqlens is not None or length > (window or length)):
             tokens = Tokens.of(batch, length, None, cu_seqlens, None, hidden_states.device)
             mask = tokens.sees(tokens, length, 0, window).unsqueeze(1)
@@ -226,19 +223,6 @@ class AttentionKind(LayerKind):
         if cache.offloading:  # the copy from the CPU was begun by the layer before
             torch.cuda.default_stream(layer.device).wait_stream(cache.prefetch_stream)
         return layer
-
-
-def visible(mask: Tensor | None) -> Tensor | None:
-    """A 4D mask as bool, True where a query may see a key; None stays None.
-
-    Raises:
-        ValueError: a mask with other dimensions.
-    """
-    if mask is None:
-        return None
-    if mask.dim() != 4:
-        raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected [B, 1, T, S]")
-    return mask if mask.dtype == torch.bool else mask > -1.0
 
 
 def _attend(

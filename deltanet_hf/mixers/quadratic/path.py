@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from deltanet_hf.mixers.attention.attention_kind import AttentionKind, Call, Softmax
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE
+from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 START_LOGIT = -10.0
@@ -61,6 +61,7 @@ class RelaxedPath(AttentionKind):
 
     name: ClassVar[str] = "path"
     title: ClassVar[str] = "relaxed PaTH attention"
+    state_beside_keys: ClassVar[bool] = True
     without_lora: ClassVar[tuple[str, ...]] = ("b_proj",)  # one output per head
 
     turns: Turns
