@@ -149,6 +149,10 @@ def test_the_site_has_every_page() -> None:
     assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
+def test_the_site_takes_nothing_from_the_network() -> None:
+    assert re.findall(r"https?://\S+", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")) == [REPOSITORY]
+
+
 def test_links_of_the_site_to_files_outside_lead_to_the_repository() -> None:
     text = "[a](../../examples/x.sh#L2) [b](../concepts.md#glossary) [c](https://a.b/c) [d](#e)"
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="research/reproducing.md"))
