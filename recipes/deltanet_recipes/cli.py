@@ -81,7 +81,8 @@ COMMANDS = {
         "deltanet_recipes.command",
         "data",
         f"Tokenise the text of a recipe, without documents that overlap with evaluation texts.\n\n{KEYS}"
-        "Example: `deltanet-hf data smollm2-135m student=student 'data={sources: [{path: corpus.jsonl}]}'`",
+        "Example: `deltanet-hf data smollm2-135m student=student 'data.decontaminate=[]' "
+        "'data.sources=[{path: corpus.jsonl}]'`",
     ),
     "align": Subcommand(
         "Train",
@@ -96,7 +97,7 @@ COMMANDS = {
         "distill",
         "Run all training stages of a recipe. After an interruption, the same command continues the run.\n\n"
         f"{KEYS}Example: `deltanet-hf distill smollm2-135m student=student output=run "
-        "'data={sources: [{path: corpus.jsonl}]}'`",
+        "'data.decontaminate=[]' 'data.sources=[{path: corpus.jsonl}]'`",
     ),
     "report": Subcommand(
         "Measure",
