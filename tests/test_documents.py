@@ -32,17 +32,27 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 UsageError = typer.BadParameter.__mro__[1]  # of Click, which newer versions of Typer contain
 EXAMPLE = re.compile(r"<!-- example: relu_attention [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DEVELOPER_PAGES = ("contributing.md", "kernel-code.md", "recipe-keys.md")
+USER_PAGES = [page for page in PAGES if page.parent.name != "research" and page.name not in DEVELOPER_PAGES]
 HOUSE_WORDS = re.compile(  # of the project alone: say full-attention head, before training, with, fused inference path
     r"\bwhole (?:key/value )?(?:heads?|layers?)\b|\b(?:heads?|layers?) (?:\w+ )?whole\b|\buntrained\b|\bbeside\b"
     r"|\b(?:fast|plain) form\b|\bstart values?\b|\bother jobs\b|\bbusy\b|\beven bits\b|\bearlier cache\b|\bwants\b"
     r"|\brows of \d|\bshare of (?:the )?(?:window|state)\b|‡",
     re.IGNORECASE,
 )
+NAME_WITH_NUMBER = re.compile(  # Llama 3.2 1B, vLLM 0.25 to 0.32
+    r"\b(?:\w*[A-Z]\w*|torch|transformers|peft)[ -]\d[\w.]*(?:[ -]\d[\w.]*[BM]\b)?(?: (?:to|and) \d[.\d]*)?"
+)
 RULE = re.compile(r"<!-- example: gated_delta_rule [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """A page without its code, formulas, comments and addresses of links."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    return re.sub(r"`[^`]*`|\$[^$]*\$|<!--.*?-->|\]\([^)]*\)", "", text, flags=re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -74,11 +84,16 @@ def test_the_readme_is_short() -> None:
     assert table[0].count("|") <= 7
 
 
-def test_user_pages_use_the_words_of_the_field() -> None:
-    for page in PAGES:
-        if page.name not in DEVELOPER_PAGES and page.parent.name != "research":
-            prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", FENCED.sub("", page.read_text(encoding="utf-8")))
-            assert not HOUSE_WORDS.findall(prose), page
+@pytest.mark.parametrize("page", USER_PAGES, ids=name)
+def test_user_pages_use_the_words_of_the_field(page: Path) -> None:
+    assert not HOUSE_WORDS.findall(prose(page))
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=name)
+def test_a_sentence_of_a_user_page_has_at_most_three_numbers(page: Path) -> None:
+    text = re.sub(r"^(?:    |\||#).*$", "", NAME_WITH_NUMBER.sub("", prose(page)), flags=re.MULTILINE)
+    for sentence in re.split(r"[.!?]\s+|\n\n|\n- |\n\d\. ", text):
+        assert len(re.findall(r"(?<![\w.-])\d[\d.,:]*", sentence)) <= 3, " ".join(sentence.split())
 
 
 def links_lead_somewhere(page: Path) -> None:
@@ -147,6 +162,10 @@ def test_the_rule_in_pytorch_is_the_operator() -> None:
 def test_the_site_has_every_page() -> None:
     named = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_site_takes_nothing_from_the_network() -> None:
+    assert re.findall(r"https?://\S+", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")) == [REPOSITORY]
 
 
 def test_links_of_the_site_to_files_outside_lead_to_the_repository() -> None:

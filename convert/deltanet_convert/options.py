@@ -94,8 +94,8 @@ class ConvertOptions(Options):
         Option(
             "--pure",
             help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, a cache of one size at "
-            "any length. After training it finds 1% of the needles in 2,048 tokens; windows of these bytes are better, "
-            "untrained.",
+            "any length. After training it finds 1% of the needles in 2,048 tokens; windows of these bytes are better "
+            "without any.",
         ),
         ASIDE,
     ] = False
@@ -188,7 +188,7 @@ class ConvertOptions(Options):
     ] = False
     seed: Annotated[
         int,
-        Option(help="Random seed for the choice of calibration text and for start values."),
+        Option(help="Random seed for the choice of calibration text and for new weights."),
         Field(ge=0, le=2**32 - 1),
     ] = 0
     device: Annotated[

@@ -14,6 +14,9 @@ from transformers.models.auto import modeling_auto
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.configurations import config_classes
 
+# `transformers serve` asks AutoModelForDecision first, and loads the causal model after transformers' own error.
+CAUSAL = ("AutoModelForCausalLM", "AutoModelForDecision")
+
 
 class NoOtherHead:
     """In the place of a model class."""
@@ -33,5 +36,5 @@ class NoOtherHead:
 for _config_class in config_classes():
     for _auto in vars(modeling_auto).values():
         _maps = isinstance(_auto, type) and getattr(_auto, "_model_mapping", None) is not None
-        if _maps and _auto is not modeling_auto.AutoModelForCausalLM:
+        if _maps and _auto.__name__ not in CAUSAL:
             _auto.register(_config_class, NoOtherHead, exist_ok=True)

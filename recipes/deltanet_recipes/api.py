@@ -37,7 +37,7 @@ def distill(recipe: str | Path, changes: Mapping[str, Any] | None = None, **keys
 def report(
     teacher: str | Path, students: Sequence[str | Path], out: str | Path, *, suite: str = "small", **options: Any
 ) -> dict[str, Any]:
-    """Compare a teacher, its students and untrained baselines; after an interruption, the same call continues.
+    """Compare a teacher, its students and training-free baselines; after an interruption, the same call continues.
 
     Examples:
         >>> from deltanet_recipes import report

@@ -47,7 +47,7 @@ COMMANDS = {
         "convert_command",
         "Convert a pretrained softmax model: some heads or layers keep softmax attention to all tokens, the others get "
         "Gated DeltaNet, a window, or both.\n\n"
-        "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M-Instruct student`",
+        "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M-Instruct student --mixer gated_deltanet+window`",
     ),
     "select": Subcommand(
         "Convert",
@@ -81,7 +81,8 @@ COMMANDS = {
         "deltanet_recipes.command",
         "data",
         f"Tokenise the text of a recipe, without documents that overlap with evaluation texts.\n\n{KEYS}"
-        "Example: `deltanet-hf data smollm2-135m-windows student=smol`",
+        "Example: `deltanet-hf data smollm2-135m student=student 'data.decontaminate=[]' "
+        "'data.sources=[{path: corpus.jsonl}]'`",
     ),
     "align": Subcommand(
         "Train",
@@ -95,14 +96,15 @@ COMMANDS = {
         "deltanet_recipes.command",
         "distill",
         "Run all training stages of a recipe. After an interruption, the same command continues the run.\n\n"
-        f"{KEYS}Example: `deltanet-hf distill smollm2-135m-windows student=smol output=runs/b`",
+        f"{KEYS}Example: `deltanet-hf distill smollm2-135m student=student output=run "
+        "'data.decontaminate=[]' 'data.sources=[{path: corpus.jsonl}]'`",
     ),
     "report": Subcommand(
         "Measure",
         "deltanet_recipes.evaluation_command",
         "report",
-        "Compare a teacher, its students and untrained baselines. After an interruption, the same command measures the "
-        "models that are missing.\n\n"
+        "Compare a teacher, its students and training-free baselines. After an interruption, the same command measures "
+        "the models that are missing.\n\n"
         "Example: `deltanet-hf report HuggingFaceTB/SmolLM2-135M-Instruct student --out report`",
     ),
     "eval": Subcommand(

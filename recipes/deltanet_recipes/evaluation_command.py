@@ -88,7 +88,7 @@ def report(
         typer.Option(
             help="Comma-separated list of window (softmax restricted to a window), equal-bytes (what costs no "
             "training, in the bytes and bits of each student), linear-off (linear layers give zero), scratch "
-            "(converted layers without fitted start values) and ablations (softmax layers, windows of layers with "
+            "(converted layers before any fitting) and ablations (softmax layers, windows of layers with "
             "states, or those states taken away); or none.",
             show_default="all but ablations",
         ),
@@ -119,7 +119,7 @@ def report(
     ] = 1,
     length: Length = 4096,
 ) -> None:
-    """Compare TEACHER, STUDENTS and untrained baselines in one table, with figures and JSON."""
+    """Compare TEACHER, STUDENTS and training-free baselines in one table, with figures and JSON."""
     texts = named_files(text or [])
     from deltanet_hf.evaluation.report.material import ReportOptions
     from deltanet_hf.evaluation.report.write_report import run_report

@@ -213,6 +213,14 @@ class Recipe(Strict):
             raise ValueError(f"stages must come in the order {' -> '.join(order)}")
         return stages
 
+    @model_validator(mode="after")
+    def _rounded_rows_are_whole(self) -> Recipe:
+        if self.data.isolate_documents and any(getattr(stage, "cache_bits", 16) < 16 for stage in self.stages):
+            raise ValueError(
+                "a stage with cache_bits of 8 or 4 cannot keep packed documents apart; set data.isolate_documents=false"
+            )
+        return self
+
 
 def stage_name(stage: Stage) -> str:
     """The label of a stage in logs and folders."""

@@ -58,7 +58,7 @@ def test_conversion(
     assert printed.splitlines()[-1] == (
         "Far from its teacher: train it before use. Training (9.9M tokens brought SmolLM2-135M to 0.26, with attention "
         f"in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-10m student={out} output={out}-trained "
-        "'data={sources: [{path: TEXT}]}'"
+        "'data.decontaminate=[]' 'data.sources=[{path: TEXT}]'"
     )
     assert (tmp_path / "out" / "config.json").exists()
 
@@ -93,7 +93,7 @@ def test_the_last_line_says_how_good_it_is_and_what_to_do(
     report = {"plan": plan, "held_out": {"kl": kl}, "teacher": {"model_type": model_type}}
     line = outlook(report, Path("a b"))
     assert line.startswith(begins)
-    assert f": deltanet-hf distill {command} 'student=a b' 'output=a b-trained' 'data=" in line
+    assert f": deltanet-hf distill {command} 'student=a b' 'output=a b-trained' 'data." in line
     recipe, *overrides = shlex.split(line.partition("deltanet-hf distill ")[2])
     assert read_recipe(recipe, overrides).student == "a b"
 

@@ -22,7 +22,10 @@ from deltanet_kernels.installed_versions import OLDEST, TooOldError, require
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("deltanet_hf", "kernels/deltanet_kernels", "convert/deltanet_convert", "recipes")
-NOT_IN_THE_SUITE = ("hatchling", "mkdocs-material", "mkdocstrings-python", "mypy", "pre-commit", "ruff", "vllm")
+NOT_IN_THE_SUITE = (
+    *("l2m4m", "mkdocs-material", "mkdocstrings-python"),
+    *("hatchling", "mypy", "pre-commit", "ruff", "trl", "vllm"),
+)
 
 
 def lower_bounds() -> dict[str, str]:

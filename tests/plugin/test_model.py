@@ -266,6 +266,15 @@ def test_other_heads_than_a_language_model_s_are_refused(make: Callable[[], PreT
             pipeline(task, str(tmp_path))
 
 
+def test_transformers_serve_loads_the_causal_model(tmp_path: Path) -> None:
+    """Newer versions ask for a decision model first, and end at any error but ValueError."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    tiny_student("llama").save_pretrained(tmp_path)
+    loaded = ModelManager(device="cpu", trust_remote_code=True)._load_model(f"{tmp_path}@main")
+    assert type(loaded).__name__ == "DeltaNetLlamaForCausalLM"
+
+
 def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, tokens: torch.Tensor) -> None:
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()

@@ -59,6 +59,7 @@ def test_all_problems_are_listed_at_once(place: Path) -> None:
         ([{**ALIGN, "cached_tokens": 128}], "needs mode: layerwise"),
         ([{**DISTIL, "kl_weight": 0, "ce_weight": 0}], "nothing to train on"),
         ([{**DISTIL, "tokens": 64}], "less than one step"),
+        ([{**DISTIL, "cache_bits": 4}], "recipe: a stage with cache_bits of 8 or 4 cannot keep packed documents apart"),
     ],
 )
 def test_contradictions(place: Path, stages: list[dict[str, Any]], expected: str) -> None:
@@ -75,7 +76,7 @@ def test_missing_files_are_named(place: Path) -> None:
 
 
 def test_a_model_that_is_its_own_teacher_needs_text(place: Path) -> None:
-    tree = recipe_tree(place, [ALIGN, DISTIL]) | {"teacher": str(place / "student")}
+    tree = recipe_tree(place, [ALIGN, DISTIL], data={"isolate_documents": False}) | {"teacher": str(place / "student")}
     assert "stages.distil.ce_weight: the student is its own teacher" in refused(place, tree)
     for settings in ({"ce_weight": 0.1}, {"cache_bits": 4}, {"window_dropout": {"start": 0.5}}):
         tree["stages"][1] = {**DISTIL, **settings}

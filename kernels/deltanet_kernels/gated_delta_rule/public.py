@@ -51,7 +51,7 @@ def chunk_gated_delta_rule(
         v: values [B, T, HV, V]. If the dtypes of q, k and v differ, the widest is computed with.
         g: log decay per token, <= 0 [B, T, HV]; float32 is recommended. Values are checked on CPUs only. With
             use_gate_in_kernel: the raw logit a.
-        beta: write strength in [0, 2] [B, T, HV]; its logit with use_beta_sigmoid_in_kernel.
+        beta: write strength [B, T, HV] in [0, 2]; its logit with use_beta_sigmoid_in_kernel.
         scale: factor of the output, K**-0.5 by default.
         initial_state: [N, HV, K, V] in any floating-point dtype, N = B or the number of packed sequences; zeros by
             default. The state is computed in float32 (float64 with float64 inputs).

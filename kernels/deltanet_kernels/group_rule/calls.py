@@ -26,7 +26,7 @@ class GroupRuleCall(NamedTuple):
         k: keys [B, T, H, K], dtype of q.
         v: values [B, T, HV, V], dtype of q.
         g: log decay per token, <= 0 [B, T, HV]; float32 is recommended.
-        beta: write strength in [0, 2] [B, T, HV].
+        beta: write strength [B, T, HV] in [0, 2].
         scale: factor of the output, K**-0.5 by default.
         initial_state: [B, HV, K, V] float32 (float64 with float64 inputs); zeros by default.
         output_final_state: also return the state after the last token.
