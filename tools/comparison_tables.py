@@ -143,7 +143,7 @@ def _changes(row: dict[str, Any], base: dict[str, Any], names: str) -> str:
 
 def _digits(name: str, value: float) -> int:
     if name.startswith("kl_"):
-        return 3
+        return 3 if value >= 0.1 else 4
     if name == "mb_32k":
         return 0 if value >= 10 else 1
     return {"exact_repeat": 2, "tokens_per_s": 0}.get(name, 1)
