@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,25 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.model_rows import ModelRows, line_up
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.generate import generate_command
+from deltanet_hf.models.decoder import LayerwiseDecoder
 from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import read_log
-from deltanet_recipes.training.model_pair import load_student
+from deltanet_recipes.training.microstep import compile_layers
+from deltanet_recipes.training.model_pair import decoder_layers, load_student
 from deltanet_recipes.training.pipeline import run
 from measuring.study.results_row import load_for_measure
+from support.tiny_models import tiny_student
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 LENGTH = 128  # the window of 64 must hide something
@@ -187,3 +192,19 @@ def test_a_student_that_reads_further_is_trained_beyond_its_teachers_positions(t
     assert load_student(str(final)).config.deltanet == config["deltanet"]
     with pytest.raises(UserError, match="sequence_length: got 320, and the teacher's positions end at 256"):
         run(recipe(workplace, tmp_path / "b" / "run", [stage]))
+
+
+def test_windows_of_several_lengths_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is compiled for its length, the second for any."""
+    student = tiny_student("llama", mixer="window", window=5, sinks=2).train()
+    layers = decoder_layers(student)
+    for index, layer in enumerate(layers):
+        layer.self_attn.use_window(40 + 32 * index)  # type: ignore[union-attr, operator]
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    compile_layers(layers)
+    inputs = LayerwiseDecoder(student).enter(input_ids=torch.randint(3, 60, (1, 256)))
+    hidden = inputs.hidden
+    for layer, kwargs in zip(layers, inputs.kwargs, strict=True):
+        hidden = layer(hidden, **kwargs)
+    assert counter.frame_count == 2 < len(layers)
