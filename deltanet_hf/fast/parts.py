@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deltanet_hf.mixers.layer.linear_products import ALIGNMENT
 from deltanet_kernels import rms_norm, silu_product
 from deltanet_kernels.arguments import RMSNormCall, SiluProductCall
 
 Module = TypeVar("Module", bound=nn.Module)
-ALIGNMENT = 8  # numbers of outputs that matrix products are fast for are multiples of it
 
 
 def with_children(module: Module, **children: Any) -> Module:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
@@ -18,6 +19,7 @@ from deltanet_hf import LayerTable
 from deltanet_hf.fast.of_mixer import fast_mixer
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.layer import MixCall
+from deltanet_hf.mixers.layer.linear_products import linear_products
 from deltanet_hf.mixers.layer.parts import KeyOffset
 from deltanet_kernels import naive_gated_delta_rule
 from support.refusals import assert_refused
@@ -275,3 +277,26 @@ def test_wide_teachers_keep_the_layer_of_qwen3_5() -> None:
     assert table.only_kind.settings.output_gate_rank == 0
     window: Any = LayerTable.preset(2, "window", teacher=teacher).only_kind.settings
     assert window.window == 481
+
+
+def test_layers_of_few_outputs_are_one_product_in_training() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 8), None, nn.Linear(16, 3, bias=False), nn.Linear(16, 2), Doubled(16, 5)]
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    wanted = [None if layer is None else layer(x) for layer in layers]
+    found = linear_products(x, layers)
+    parameters = [x, *(p for layer in layers if layer is not None for p in layer.parameters())]
+    gradients = []
+    for outputs in (wanted, found):
+        assert [output is None for output in outputs] == [layer is None for layer in layers]
+        total = sum(output.sin().sum() for output in outputs if output is not None)
+        gradients.append(torch.autograd.grad(total, parameters))
+    for one, other in zip([*wanted, *gradients[0]], [*found, *gradients[1]], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Doubled(nn.Linear):
+    """As an adapter: its output is not that of its weight and bias alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
