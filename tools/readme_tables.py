@@ -16,6 +16,7 @@ import typer
 import chips_table
 import comparison_tables
 import recipe_keys
+from context_table import context
 from data_table import data
 from deltanet_hf.exit_codes import run_command
 from gpu_tests import gpu
@@ -40,6 +41,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "training": training,
     "vllm": vllm,
     "served": served,
+    "context": context,
     "data": data,
     "gpu": gpu,
     # Not of a file but of the code.

@@ -69,6 +69,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         planned,
         [
             ({"teacher": plain, "context": "128"}, UserError, "--context 128: the teacher reads 128 tokens itself"),
+            ({"teacher": plain, "context": "64"}, UserError, "--context 64: the teacher reads 128 tokens itself"),
             ({"teacher": plain, "context": "far"}, UserError, "--context: 'far' is no length in tokens"),
             ({"teacher": scaled}, UserError, "positions are linear, and only default ones can be extended"),
             ({"teacher": plain, "positions": "cut", "cache_bits": 4}, UserError, "cut distances need keys in 16"),
