@@ -121,10 +121,11 @@ def packed_rows(isolate: bool = True) -> torch.Tensor:
 FAMILIES = ["llama", "qwen3", "granite", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3", "qwen3_moe", "granitemoe"]
 
 
+@pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_the_layer_runner_equals_the_models_own_forward(family: str) -> None:
-    rows = packed_rows()
+def test_the_layer_runner_equals_the_models_own_forward(family: str, isolate: bool) -> None:
+    rows = packed_rows(isolate)
     for model in (tiny_teacher(family), tiny_student(family, layers=(0, 2))):
         runner = LayerRunner(model)
         cu_seqlens = document_boundaries(rows.position_ids)
