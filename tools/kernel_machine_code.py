@@ -268,20 +268,6 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
 
         found.append((f"step-{dtype}-{K}-{T}{'-joint' if joint else ''}", decode))
-    for state, K, T in ((torch.float32, 128, 1), (torch.int8, 128, 1), (torch.int8, 64, 1), (torch.bfloat16, 64, 3)):
-
-        def late(state: torch.dtype = state, K: int = K, T: int = T) -> None:
-            q, k, v, a, b, z = columns((2, T), [2 * K, 2 * K, 2 * K, 2, 2, 2 * K], torch.bfloat16, True)
-            gates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
-            waiting = {
-                "late_writes": torch.zeros(2, 2, 16, 2 * K, dtype=torch.bfloat16), "late_decay": torch.zeros(2, 2, 16),
-                "late_count": torch.zeros(2, 2, dtype=torch.int32),
-                "state_scale": torch.zeros(2, 2, K) if state == torch.int8 else None,
-            }  # fmt: skip
-            tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "state": torch.zeros(2, 2, K, K, dtype=state)}
-            gated_delta_step_triton_(StepCall(**tensors | gates | waiting, z=z, norm_weight=torch.zeros(K)))
-
-        found.append((f"late-step-{str(state)[6:]}-{K}-{T}", late))
     found += channel_calls() + mesa_calls() + window_calls() + decode_attention_calls()
     return found + prompt_calls() + packed_calls()
 

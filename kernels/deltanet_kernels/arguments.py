@@ -64,10 +64,6 @@ class RuleCall(NamedTuple):
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-LATE = ("late_writes", "late_decay", "late_count", "state_scale")
-"""The arguments of `StepCall` beside a state with late writes; the last is that of a state in 8 bits."""
-
-
 class StepCall(NamedTuple):
     """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 
@@ -85,7 +81,7 @@ class StepCall(NamedTuple):
         a, b: logits of the decay and of the write strength [B, T, HV], or both as they are (see A_log and
             use_beta_sigmoid_in_kernel).
         state: [B, HV, K, V] float32 or bfloat16 (float64 or bfloat16 with float64 inputs), contiguous; the arithmetic
-            is float32, and a bfloat16 state is rounded once, to nearest, when it is stored. int8 with late writes.
+            is float32, and a bfloat16 state is rounded once, to nearest, when it is stored.
         A_log, dt_bias: [HV], or both None if a is the log decay g <= 0 itself, which is checked on CPUs only.
         conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
@@ -108,18 +104,6 @@ class StepCall(NamedTuple):
         slots: [B] int32, the row of state and conv_tail [rows, ...] that holds each sequence, each row contiguous; None
             for row b of sequence b. Row 0 holds no sequence: any number of rows of a batch that stand for none may have
             the slot 0, and their outputs have no meaning.
-        late_writes: [B, HV, R, K + V] float32 or bfloat16, or None to write each token into the state. Given with the
-            next two, `state` is S_0, the state of some tokens ago, and the n <= R writes since then wait here, oldest
-            first: unit keys k_i and values u_i = beta_i (v_i - k_i^T R_i). The current state is
-
-                S = e^(g_1 + ... + g_n) S_0 + sum_i e^(g_(i+1) + ... + g_n) k_i u_i^T
-
-            A call that finds no room for its T <= R tokens first folds the writes into S_0; nothing else changes S_0.
-            Until the next call a caller may take back up to T tokens by lowering the counts. Padding adds none.
-        late_decay: [B, HV, R] float32, the factors e^(g_i).
-        late_count: [B, HV] int32, the number n of writes that wait.
-        state_scale: [B, HV, K] float32 with an int8 state, which is its integers times the scale of their row.
-            All four have rows like those of the state, and with float64 inputs float64 in place of float32.
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -154,10 +138,6 @@ class StepCall(NamedTuple):
     erase: Erase = "decayed"
     kv_repeats: int = 1
     slots: torch.Tensor | None = None
-    late_writes: torch.Tensor | None = None
-    late_decay: torch.Tensor | None = None
-    late_count: torch.Tensor | None = None
-    state_scale: torch.Tensor | None = None
 
     @property
     def factor(self) -> float:

@@ -23,7 +23,6 @@ from tests.kernels.test_decode_attention import make as make_cache
 from tests.kernels.test_group_rule import CASES as GROUP_CASES
 from tests.kernels.test_group_rule import arguments as group_arguments
 from tests.kernels.test_group_rule import triton as triton_group
-from tests.kernels.test_late_writes import late
 from tests.kernels.test_prompt import CASES as PROMPTS
 from tests.kernels.test_prompt import make as make_prompt
 from tests.kernels.test_prompt import triton_inputs
@@ -119,12 +118,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             x = make(step, dtype, "cuda")
             options = (x["allow_neg_eigval"], x["use_beta_sigmoid_in_kernel"], x["erase"])
-            given = (*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options)
-            delta_step_(StepCall(*given))
-            x |= late(x["state"])
-            waiting = (x["late_writes"], x["late_decay"], x["late_count"])
-            for _ in range(4):  # folds
-                delta_step_(StepCall(*given, 1, None, *waiting))
+            delta_step_(StepCall(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options))
     torch.cuda.synchronize()
     print("convolution, norm, fused step", flush=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

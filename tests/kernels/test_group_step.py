@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltanet_kernels import group_gated_delta_step_, group_gates, naive_gated_delta_rule, pack_prompt, round_tokens
 from deltanet_kernels.group_rule.calls import GroupStepCall
+from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
 
@@ -93,6 +94,13 @@ def test_the_kernel(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(ours.state_scale.cpu(), theirs.state_scale)
         assert (ours.state.cpu().int() - theirs.state.int()).abs().max() <= 1
         assert (ours.state.cpu() != theirs.state).float().mean() < 1e-3
+
+
+def test_a_state_is_rounded_to_127_steps_of_the_largest_number_of_a_row() -> None:
+    codes, scale = rounded_to_8_bits(torch.tensor([[[[1.27, -0.634, 0.016, -0.016], [0.0, 0.0, 0.0, 0.0]]]]))
+    assert codes.dtype == torch.int8
+    assert codes.tolist() == [[[[127, -63, 2, -2], [0, 0, 0, 0]]]]
+    torch.testing.assert_close(scale, torch.tensor([[[0.01, 0.0]]]))
 
 
 def test_only_where_a_group_leaves_the_state_changes() -> None:

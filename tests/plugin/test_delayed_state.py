@@ -20,7 +20,7 @@ from deltanet_hf.mixers.layer.delayed_state import as_waiting
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
-from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
+from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
 from support.float64 import Float64
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student

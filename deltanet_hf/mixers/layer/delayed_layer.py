@@ -31,7 +31,7 @@ from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.token_order import padding_last, reordered
-from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
+from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
 
 if TYPE_CHECKING:
     from deltanet_hf.mixers.layer.mixer import Mixer

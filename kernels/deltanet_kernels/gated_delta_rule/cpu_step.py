@@ -3,22 +3,20 @@
 With PyTorch operators it is the CPU path. With Triton operators it serves states that the fused kernel does not.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels.arguments import LATE, ConvCall, GatedNormCall, StepCall
+from deltanet_kernels.arguments import ConvCall, GatedNormCall, StepCall
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.common.slots import on_copies
-from deltanet_kernels.gated_delta_rule.cpu_late_writes import LateState, torch_late_step_
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 
-CHANGED = ("state", "conv_tail", *LATE)
+CHANGED = ("state", "conv_tail")
 CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
 
@@ -64,10 +62,7 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     if v_silu:
         v = F.silu(v)
     strength = 2 * b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid() if allow_neg_eigval else b
-    rule_ = parts.rule_
-    if call.late_writes is not None:
-        rule_ = functools.partial(torch_late_step_, late=LateState.of(call), padding=padding)
-    o = rule_(
+    o = parts.rule_(
         q, k, v, a, strength, state, call.factor, True, A_log=A_log, dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=sigmoid and not allow_neg_eigval, erase=call.erase,
     )  # fmt: skip

@@ -8,9 +8,8 @@
     o       = rmsnorm(scale S^T q) * weight * silu(z)
 
 A step of one token processes the state in slices of its columns. Several tokens keep the complete state in a program's
-registers (step_kernels.py). If it does not fit there, and for
-convolutions with key heads that several states share, the separate kernels run. With late writes a step reads the state
-and writes next to it (late_writes.py); the rule is then computed in PyTorch where the separate kernels would run.
+registers (step_kernels.py). If it does not fit there, and for convolutions with key heads that several states share,
+the separate kernels run.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,7 +30,7 @@ from deltanet_kernels.gated_delta_rule.cpu_step import CHANGED, StepParts, compo
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step_inputs import StepForm
 from deltanet_kernels.gated_delta_rule.step_kernels import one_token_kernel, step_kernel
-from deltanet_kernels.gated_delta_rule.step_sizes import fold_rows, late_slices, step_slices, step_warps
+from deltanet_kernels.gated_delta_rule.step_sizes import step_slices, step_warps
 from deltanet_kernels.norm import gated_rms_norm_triton
 
 
@@ -50,24 +49,17 @@ def _fake_delta_step_(call: StepCall):
 
 @operator(_fake_delta_step_, mutates=CHANGED)
 def delta_step_(call: StepCall) -> torch.Tensor:
-    """Return o [B, T, max(HQ, HV), V] and update state, convolution tail and late writes, whose rows are contiguous.
+    """Return o [B, T, max(HQ, HV), V] and update the state and the convolution's tail, whose rows are contiguous.
 
     Several tokens take no slots.
     """
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *_ = call
-    late_writes, late_decay, late_count, state_scale = waiting = call[-4:]
     k_offset = call.k_offset
     HQ, H, HV = _heads(call)
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     W = 0 if conv_weight is None else conv_weight.shape[1]
     o = v.new_empty(B, T, max(HQ, HV), V)
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
-    late = 0 if late_writes is None else late_writes.shape[2]
-    width, warps, ahead, columns = *step_slices(K, V, B * HV, multiprocessors(state.device)), 0
-    if late:
-        width, warps, ahead, columns = late_slices(V, state.dtype)
-    if T > 1:
-        warps = step_warps(BK * BV)
     (q, q_row), (k, k_row), (v, v_row), (a, a_row), (b, b_row) = rows(q), rows(k), rows(v), rows(a), rows(b)
     z, z_row = (None, 0) if z is None else rows(z)
     tensors = (
@@ -83,21 +75,14 @@ def delta_step_(call: StepCall) -> torch.Tensor:
         NORM_HEADS=1 if norm_weight is None else norm_weight.numel() // V, BETA=2.0 if call.allow_neg_eigval else 1.0,
         SIGMOID=call.use_beta_sigmoid_in_kernel, READ=call.erase != "off", UNDECAYED=call.erase == "undecayed",
         Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, A_ROW=a_row, B_ROW=b_row, Z_ROW=z_row, KV_REPEATS=call.kv_repeats,
-        LATE=late, PLACES=power_of_two(late, 2), ROWS=fold_rows(BK, BV, warps),
-        # Writes in 16 bits are kept exactly in three products of 10 bits.
-        PRECISION="tf32x3" if late_writes is not None and late_writes.dtype == torch.bfloat16 else "ieee",
     )  # fmt: skip
     if T == 1:
-        form = form._replace(
-            STATE_ROW=row_size(state), TAIL_ROW=row_size(conv_tail), WRITES_ROW=row_size(late_writes),
-            DECAY_ROW=row_size(late_decay), COUNT_ROW=row_size(late_count), SCALE_ROW=row_size(state_scale),
-            SLICE=width, AHEAD=ahead, COLUMNS=columns,
-        )  # fmt: skip
-        launch(
-            one_token_kernel, B * HV, *tensors, call.slots, *waiting, call.factor, call.eps, FORM=form, num_warps=warps
-        )
+        width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
+        form = form._replace(STATE_ROW=row_size(state), TAIL_ROW=row_size(conv_tail), SLICE=width, AHEAD=ahead)
+        launch(one_token_kernel, B * HV, *tensors, call.slots, call.factor, call.eps, FORM=form, num_warps=warps)
     else:
-        launch(step_kernel, B * HV, *tensors, *waiting, call.factor, call.eps, T, FORM=form, num_warps=warps)
+        warps = step_warps(BK * BV)
+        launch(step_kernel, B * HV, *tensors, call.factor, call.eps, T, FORM=form, num_warps=warps)
     return o
 
 

@@ -4,7 +4,7 @@ from typing import get_args
 
 import torch
 
-from deltanet_kernels.arguments import LATE, Erase, StepCall
+from deltanet_kernels.arguments import Erase, StepCall
 from deltanet_kernels.checks import (
     check_changed,
     check_rotation,
@@ -17,8 +17,6 @@ from deltanet_kernels.checks import (
     require_tensor,
     shape_text,
 )
-
-LATE_SIZES = {"late_writes": ("R", "K + V"), "late_decay": ("R",), "late_count": (), "state_scale": ("K",)}
 
 
 def check_gated_delta_step(call: StepCall) -> None:
@@ -38,8 +36,7 @@ def check_gated_delta_step(call: StepCall) -> None:
     }  # fmt: skip
     tensors = {name: x for name, x in given.items() if x is not None}
     for name, x in tensors.items():
-        if require_tensor(name, x).dtype != torch.int8 or name != "state" or call.late_writes is None:
-            require_float(name, x)
+        require_float(name, require_tensor(name, x))
     if padding is not None:
         tensors["padding"] = padding
     for name, x in tensors.items():
@@ -52,7 +49,9 @@ def check_gated_delta_step(call: StepCall) -> None:
     HV, K, V = state.shape[1:]
     B, T = q.shape[:2]
     rows = check_slots(call.slots, B, q.device, state)
-    _check_state(call, rows)
+    wanted = (torch.float64 if q.dtype == torch.float64 else torch.float32, torch.bfloat16)
+    if state.dtype not in wanted:
+        raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")
     require_shape("state", state, (rows, HV, K, V), "[B, HV, K, V] with B of q")
     heads = {name: _count_heads(name, x, B, T, size) for name, x, size in (("q", q, K), ("k", k, K), ("v", v, V))}
     for name, x in (("k", k), ("v", v)):
@@ -99,37 +98,6 @@ def check_gated_delta_step(call: StepCall) -> None:
         if padding.dtype != torch.bool:
             raise TypeError(f"padding: got dtype {padding.dtype}, needs torch.bool")
     check_rotation(cos, sin, B, T, K, q.device)
-
-
-def _check_state(call: StepCall, rows: int) -> None:
-    """Check the dtype of the state, and the late writes [rows, ...]."""
-    state, writes = call.state, call.late_writes
-    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    wanted = (wide, torch.bfloat16) if writes is None else (wide, torch.bfloat16, torch.int8)
-    if state.dtype not in wanted:
-        raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")
-    late = {name: getattr(call, name) for name in LATE}
-    needed = set(() if writes is None else LATE[:3]) | set(LATE[3:] if state.dtype == torch.int8 else ())
-    for name, x in late.items():
-        if (x is None) != (name not in needed):
-            raise ValueError(
-                f"{name}: the late writes, their decay and count are given together, state_scale with an int8 state"
-            )
-    if writes is None:
-        return
-    (HV, K, V), R = state.shape[1:], writes.shape[2] if writes.dim() == 4 else 0
-    sizes = {"R": R, "K": K, "K + V": K + V}
-    dtypes = {"late_writes": (wide, torch.bfloat16), "late_count": (torch.int32,)}
-    for name, x in late.items():
-        if x is not None:
-            shape = (rows, HV, *(sizes[size] for size in LATE_SIZES[name]))
-            require_shape(name, x, shape, f"[B, HV, {', '.join(LATE_SIZES[name])}]")
-            require_device(name, x, "q", call.q.device)
-            check_changed(name, x, call.slots)
-            if x.dtype not in (allowed := dtypes.get(name, (wide,))):
-                raise TypeError(f"{name}: got dtype {x.dtype}, needs {' or '.join(map(str, allowed))}")
-    if call.q.shape[1] > R:
-        raise ValueError(f"late_writes: got room for {R} tokens, needs that of the {call.q.shape[1]} of q")
 
 
 def _count_heads(name: str, x: torch.Tensor, B: int, T: int, size: int) -> int:

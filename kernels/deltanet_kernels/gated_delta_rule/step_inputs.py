@@ -54,27 +54,13 @@ class StepForm(NamedTuple):
     Z_ROW: int
     KV_REPEATS: int
     """Neighbouring heads that read the same channels of k and v."""
-    LATE: int
-    """Writes that may wait; with 0 each goes to the state."""
-    PLACES: int
-    """LATE as a power of two."""
-    ROWS: int
-    """Rows of the state that are folded at a time."""
-    PRECISION: str
-    """Of the products of a fold."""
     STATE_ROW: int = 0
-    """With slots: elements between the rows of the state, and so on. Those from here on are of `one_token_kernel`."""
+    """With slots: elements between the rows of the state; TAIL_ROW of the tail. From here on: of `one_token_kernel`."""
     TAIL_ROW: int = 0
-    WRITES_ROW: int = 0
-    DECAY_ROW: int = 0
-    COUNT_ROW: int = 0
-    SCALE_ROW: int = 0
     SLICE: int = 0
     """Columns of the state that are processed at a time."""
     AHEAD: bool = False
     """Load a slice of the state while the previous one is processed."""
-    COLUMNS: int = 0
-    """Neighbouring columns of the state per thread, 0 for the compiler's choice."""
 
 
 @triton.jit

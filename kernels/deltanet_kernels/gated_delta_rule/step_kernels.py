@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.common.tiles import L2_EPS, silu
-from deltanet_kernels.gated_delta_rule.late_writes import fold, late_keys, late_products, late_values, late_weights
 from deltanet_kernels.gated_delta_rule.step_inputs import (
     add_three,
     channels,
@@ -28,7 +27,7 @@ from deltanet_kernels.gated_delta_rule.step_inputs import (
 @triton.jit
 def one_token_kernel(
     q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, slots,
-    late_writes, late_decay, late_count, state_scale, scale, eps, FORM: tl.constexpr,
+    scale, eps, FORM: tl.constexpr,
 ):  # fmt: skip
     """Process one token; one program per (row, state head)."""
     H: tl.constexpr = FORM.H
@@ -36,13 +35,10 @@ def one_token_kernel(
     HQ: tl.constexpr = FORM.HQ
     K: tl.constexpr = FORM.K
     V: tl.constexpr = FORM.V
-    LATE: tl.constexpr = FORM.LATE
-    PLACES: tl.constexpr = FORM.PLACES
     Q_ROW: tl.constexpr = FORM.Q_ROW
     K_ROW: tl.constexpr = FORM.K_ROW
     V_ROW: tl.constexpr = FORM.V_ROW
     SLICE: tl.constexpr = FORM.SLICE
-    COLUMNS: tl.constexpr = FORM.COLUMNS
     FIRST_K: tl.constexpr = HQ * K
     FIRST_V: tl.constexpr = (HQ + H) * K
     SLICES: tl.constexpr = (V + SLICE - 1) // SLICE
@@ -57,34 +53,14 @@ def one_token_kernel(
         state += slot * FORM.STATE_ROW - n * (HV * K * V)
         if FORM.W > 1:
             conv_tail += slot * FORM.TAIL_ROW - n * (FORM.C * (FORM.W - 1))
-    if LATE > 0:
-        row = n if slots is None else slot
-        late_writes += row * FORM.WRITES_ROW + head * LATE * (K + V)
-        late_decay += row * FORM.DECAY_ROW + head * LATE
-        late_count += row * FORM.COUNT_ROW + head
-        if state_scale is not None:
-            state_scale += row * FORM.SCALE_ROW + head * K
-        count = tl.load(late_count)
     t = n * 0  # keeps t a tensor in the interpreter
     d = tl.arange(0, FORM.BK)
     e = tl.arange(0, SLICE)
-    if COLUMNS > 0:
-        e = tl.max_contiguous(e, COLUMNS)
     f = tl.arange(0, FORM.BV)
     md = d < K
     mf = f < V
     at = state + (n * HV + head) * K * V + d[:, None] * V + e[None, :]
     S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
-    if LATE > 0:
-        if count == LATE:
-            fold(state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, FORM)
-            S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
-            count = 0
-        weights, faded = late_weights(late_decay, count, PLACES)
-        keys = late_keys(late_writes, count, d, md, FORM)
-        values = ()
-        for s in tl.static_range(SLICES):
-            values = values + (late_values(late_writes, count, s * SLICE + e, PLACES, FORM),)
     tl.debug_barrier()  # otherwise the compiler loads the state last
     real = is_real(padding, n, n >= 0)
     qs = ()
@@ -126,23 +102,6 @@ def one_token_kernel(
         qks = qks + (qk * tl.rsqrt(qq + L2_EPS) * k_scale,)
         squares = squares + (0.0,)
     k_d = k_d * k_scale
-    k_S = k_d
-    q_S = units
-    if LATE > 0:
-        at_new = late_writes + count * (K + V)
-        tl.store(at_new + d, k_d.to(late_writes.dtype.element_ty), mask=md)
-        tl.store(late_decay + count, gamma)
-        tl.store(late_count, count + tl.where(real, 1, 0))
-        k_late = late_products(k_d, keys, weights)
-        q_late = ()
-        for m in tl.static_range(GROUP):
-            q_late = q_late + (late_products(units[m], keys, weights),)
-        if state_scale is not None:
-            faded *= tl.load(state_scale + d, mask=md, other=0.0)
-        k_S = k_d * faded
-        q_S = ()
-        for m in tl.static_range(GROUP):
-            q_S = q_S + (units[m] * faded,)
     v_s = ()
     for s in tl.static_range(SLICES):
         v_s = v_s + (tl.gather(v_f, s * SLICE + e, axis=0),)
@@ -152,24 +111,17 @@ def one_token_kernel(
         if FORM.AHEAD and s + 1 < SLICES:
             S_next = tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
         S = S.to(tl.float32)
-        kS = tl.sum(k_S[:, None] * S, axis=0)
-        if LATE > 0:
-            kS += tl.sum(k_late[:, None] * values[s].to(tl.float32), axis=0)
+        kS = tl.sum(k_d[:, None] * S, axis=0)
         delta = delta_value(v_s[s], beta, gamma, kS, FORM)
         sums = ()
         for m in tl.static_range(GROUP):
-            qS = tl.sum(q_S[m][:, None] * S, axis=0)
-            if LATE > 0:
-                qS += tl.sum(q_late[m][:, None] * values[s].to(tl.float32), axis=0)
+            qS = tl.sum(units[m][:, None] * S, axis=0)
             o_e = scale * (gamma * qS + qks[m] * delta)
             sums = sums + (squares[m] + tl.sum(o_e * o_e, axis=0),)
             o_s = o_s + (o_e,)
         squares = sums
-        if LATE > 0:
-            tl.store(at_new + K + s * SLICE + e, delta.to(late_writes.dtype.element_ty), mask=s * SLICE + e < V)
-        else:
-            S = S * gamma + k_d[:, None] * delta[None, :]
-            tl.store(at + s * SLICE, S.to(state.dtype.element_ty), mask=md[:, None] & (s * SLICE + e < V)[None, :])
+        S = S * gamma + k_d[:, None] * delta[None, :]
+        tl.store(at + s * SLICE, S.to(state.dtype.element_ty), mask=md[:, None] & (s * SLICE + e < V)[None, :])
         if s + 1 < SLICES:
             S = S_next if FORM.AHEAD else tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
     for m in tl.static_range(GROUP):
@@ -186,7 +138,7 @@ def one_token_kernel(
 @triton.jit(do_not_specialize=["T"])
 def step_kernel(
     q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o,
-    late_writes, late_decay, late_count, state_scale, scale, eps, T, FORM: tl.constexpr,
+    scale, eps, T, FORM: tl.constexpr,
 ):  # fmt: skip
     """Process T tokens; one program per (row, state head)."""
     H: tl.constexpr = FORM.H
@@ -194,8 +146,6 @@ def step_kernel(
     HQ: tl.constexpr = FORM.HQ
     K: tl.constexpr = FORM.K
     V: tl.constexpr = FORM.V
-    LATE: tl.constexpr = FORM.LATE
-    PLACES: tl.constexpr = FORM.PLACES
     Q_ROW: tl.constexpr = FORM.Q_ROW
     K_ROW: tl.constexpr = FORM.K_ROW
     V_ROW: tl.constexpr = FORM.V_ROW
@@ -213,20 +163,7 @@ def step_kernel(
     me = e < V
     mS = md[:, None] & me[None, :]
     at = state + (n * HV + head) * K * V + d[:, None] * V + e[None, :]
-    if LATE > 0:
-        late_writes += (n * HV + head) * LATE * (K + V)
-        late_decay += (n * HV + head) * LATE
-        late_count += n * HV + head
-        if state_scale is not None:
-            state_scale += (n * HV + head) * K
-        count = tl.load(late_count)
-        tl.debug_barrier()  # every thread has read the count
-        if count + T > LATE:
-            fold(state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, FORM)
-            count = 0
     S = tl.load(at, mask=mS, other=0.0).to(tl.float32)
-    if state_scale is not None:
-        S *= tl.load(state_scale + d, mask=md, other=0.0)[:, None]
     for token in range(0, T):
         t = n * 0 + token  # keeps t a tensor in the interpreter
         row = n * T + t
@@ -241,11 +178,6 @@ def step_kernel(
             v_e = silu(v_e)
         gamma, beta = gates(a, b, A_log, dt_bias, row, head, real, FORM)
         kS = tl.sum(k_d[:, None] * S, axis=0)
-        if LATE > 0:
-            weights, faded = late_weights(late_decay, count, PLACES)
-            keys = late_keys(late_writes, count, d, md, FORM)
-            values = late_values(late_writes, count, e, PLACES, FORM).to(tl.float32)
-            kS = faded * kS + tl.sum(late_products(k_d, keys, weights)[:, None] * values, axis=0)
         delta = delta_value(v_e, beta, gamma, kS, FORM)
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
@@ -254,8 +186,6 @@ def step_kernel(
             )  # fmt: skip
             q_d = q_d * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
             qS = tl.sum(q_d[:, None] * S, axis=0)
-            if LATE > 0:
-                qS = faded * qS + tl.sum(late_products(q_d, keys, weights)[:, None] * values, axis=0)
             o_e = scale * (gamma * qS + tl.sum(q_d * k_d, axis=0) * delta)
             if norm_weight is not None:
                 w_e = tl.load(norm_weight + (out % FORM.NORM_HEADS) * V + e, mask=me, other=0.0).to(tl.float32)
@@ -264,18 +194,7 @@ def step_kernel(
                 m_z = me & is_real(padding, e * 0 + row, me)
                 o_e = o_e * silu(tl.load(z + row * FORM.Z_ROW + out * V + e, mask=m_z, other=0.0).to(tl.float32))
             tl.store(o + (row * HO + out) * V + e, o_e.to(o.dtype.element_ty), mask=me)
-        if LATE > 0:
-            at_new = late_writes + count * (K + V)
-            tl.store(at_new + d, k_d.to(late_writes.dtype.element_ty), mask=md)
-            tl.store(at_new + K + e, delta.to(late_writes.dtype.element_ty), mask=me)
-            tl.store(late_decay + count, gamma)
-            count += tl.where(real, 1, 0)
-            tl.debug_barrier()  # the next token reads this one
-        else:
-            S = S * gamma + k_d[:, None] * delta[None, :]
-    if LATE > 0:
-        tl.store(late_count, count)
-    else:
-        tl.store(at, S.to(state.dtype.element_ty), mask=mS)
+        S = S * gamma + k_d[:, None] * delta[None, :]
+    tl.store(at, S.to(state.dtype.element_ty), mask=mS)
     if FORM.W > 1:
         move_tail(q, k, v, conv_tail, padding, n, T, head, d, md, e, me, FORM)

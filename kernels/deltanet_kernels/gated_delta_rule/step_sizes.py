@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from deltanet_kernels.common.sizes import power_of_two
 
 
@@ -15,21 +13,6 @@ def step_slices(K: int, V: int, programs: int, processors: int) -> tuple[int, in
     registers of a third program per multiprocessor, so it is used only where there is none.
     """
     return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), programs <= 2 * processors
-
-
-def late_slices(V: int, state: torch.dtype) -> tuple[int, int, bool, int]:
-    """The same for a step with late writes to a state of this dtype, and the neighbouring columns of a thread.
-
-    The compiler alone makes a thread load 16 bytes. Of 8 bits these are 16 columns, whose sums over K take four times
-    the shuffles between threads and a third more registers than four columns.
-    """
-    width, columns = {torch.float32: (32, 2), torch.int8: (64, 4)}.get(state, (32, 4))
-    return min(power_of_two(V, 1), width), 4, True, columns
-
-
-def fold_rows(BK: int, BV: int, warps: int) -> int:
-    """Rows of the state that a program folds late writes into at a time: 32 numbers per thread, at least 16 rows."""
-    return max(16, min(BK, 1024 * warps // BV))
 
 
 def step_warps(elements: int) -> int:

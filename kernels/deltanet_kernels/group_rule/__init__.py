@@ -20,6 +20,7 @@ caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N
     states_backward.py    the gradients of the states, after query_sums.py if query heads share states
     gradients_queries.py  the gradients of the queries
     calls.py              the call and its check
+    rounding.py           states in 8 bits
 
 From gated_delta_rule/ come the stages before the states, without their scores, and with GROUPS the other gradients
 (gradients_pairs.py, gradients_inputs.py) or all of them (gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.

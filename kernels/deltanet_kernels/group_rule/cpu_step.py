@@ -8,9 +8,9 @@ from torch import Tensor
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.common.rotation import rotate
-from deltanet_kernels.gated_delta_rule.cpu_late_writes import rounded_to_8_bits
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupStepCall
+from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
 from deltanet_kernels.prompt.calls import GateValuesCall
 from deltanet_kernels.prompt.cpu import torch_gate_values
 
