@@ -118,8 +118,8 @@ def test_rows_of_a_table_may_come_from_several_files(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(json.dumps(layout))
     lines = rewritten("<!-- front: t.yaml -->\n<!-- end of front -->", tmp_path).splitlines()
     assert lines[3:-1] == [
-        "| here | 27 | 0.010 / 0.020 / 0.030 | 40.0 ± 1.5 |",
-        "| there | 4.6 | 0.010 / 0.020 / 0.030 | 50.0 ± 1.7 |",
+        "| here | 27 | 0.0100 / 0.0200 / 0.0300 | 40.0 ± 1.5 |",
+        "| there | 4.6 | 0.0100 / 0.0200 / 0.0300 | 50.0 ± 1.7 |",
     ]
 
 
