@@ -20,7 +20,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from measuring import rows as row_files
-from measuring.kernels import channel_gates, chunk, group, harness, inner_training, window
+from measuring.kernels import channel_gates, chunk, group, harness, inner_training
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
 from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
 from measuring.rows import Row
@@ -323,12 +323,6 @@ def test_a_sweep_measures_every_configuration_and_leaves_the_kernels_as_they_wer
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("module", [window], ids=["window"])
-def test_configurations_differ(module: Any) -> None:
-    found = list(module.configurations(next(iter(module.rows(False)))))
-    assert len({str(value) for configuration in found for value in configuration.values()}) == len(found) == 162
-
-
 def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, which Triton's interpreter computes rightly."""
     monkeypatch.setattr(group, "DEVICE", DEVICE)
@@ -352,34 +346,25 @@ def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPa
     assert len(set(sizes)) == len(sizes)
 
 
-@pytest.mark.parametrize("module", [channel_gates, inner_training])
-def test_the_command_without_the_peer_installed(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_without_the_peer_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each row has the error of the import, and the second run begins behind them."""
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    for name in ("SHAPES", "PYTORCH_SHAPES"):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, small(module))
+    monkeypatch.setattr(channel_gates, "DEVICE", "cpu")
+    monkeypatch.setattr(channel_gates, "SHAPES", [channel_gates.Shape(1, 4, 1, 16)])
     seen: list[Row] = []
 
     def measure(labels: Row, given: argparse.Namespace) -> Row:
         seen.append(labels)
-        return module.measure(labels, given) if labels["impl"] == "fla" else {}
+        return channel_gates.measure(labels, given) if labels["impl"] == "fla" else {}
 
-    only = {"channel_gates": "rule=gla", "inner_training": "operator=mesa"}
-    name = module.__name__.rpartition(".")[2]
-    benchmark = replace(module.BENCHMARK, measure=measure)
-    arguments = ["--peers", "--resume", "--output", str(tmp_path), "--only", only[name]]
-    harness.run(name, benchmark, arguments)
-    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    benchmark = replace(channel_gates.BENCHMARK, measure=measure)
+    arguments = ["--peers", "--resume", "--output", str(tmp_path), "--only", "rule=gla"]
+    harness.run("rows", benchmark, arguments)
+    rows = rows_of(tmp_path)
     assert [row["error"].split(":")[0] for row in rows if row["impl"] == "fla"]
     assert all("ModuleNotFoundError" in row["error"] for row in rows if row["impl"] == "fla")
     count = len(seen)
     assert count == len(rows)
-    harness.run(name, benchmark, arguments)
+    harness.run("rows", benchmark, arguments)
     assert len(seen) == count
-
-
-def small(module: Any) -> list[Any]:
-    return [channel_gates.Shape(1, 4, 1, 16)] if module is channel_gates else [(1, 4, 1, 16)]
