@@ -231,18 +231,17 @@ def test_auto_keeps_a_quarter_or_half_of_the_candidates_and_at_least_one(
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "keep"),
+    ("family", "options", "keep", "device", "method"),
     [
-        ("llama", {}, "11%@2k"),
-        ("llama", {"cache_bits": 16}, "1"),
-        ("llama", {"changes": ("window=64",)}, "1"),
-        ("llama", {"mixer": "gated_deltanet+window"}, "11%@2k"),
-        ("llama", {"mixer": "gated_deltanet+window", "changes": ("delayed=false",)}, "1"),
-        ("llama", {"mixer": "gated_deltanet"}, "1"),
-        ("gemma3_text", {}, "1"),
+        ("llama", {}, "11%@2k", "cpu", "gradient"),
+        ("llama", {"cache_bits": 16}, "1", "cpu", "gradient"),
+        ("llama", {"changes": ("window=64",)}, "1", "cuda", "forward"),
+        ("llama", {"mixer": "gated_deltanet+window"}, "11%@2k", "cuda", "forward"),
+        ("llama", {"mixer": "gated_deltanet+window", "changes": ("delayed=false",)}, "1", "cpu", "gradient"),
+        ("llama", {"mixer": "gated_deltanet"}, "1", "cpu", "gradient"),
+        ("gemma3_text", {}, "1", "cuda", "forward"),
     ],
 )
-@pytest.mark.parametrize(("device", "method"), [("cuda", "forward"), ("cpu", "gradient")])
 def test_auto_plans_windows_where_it_can(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -98,41 +98,42 @@ def rope(**keys: Any) -> Change:
     return config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **keys})
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (written("generation_config.json", "{"), "generation_config.json"),
-        (written("generation_config.json", "[]"), "generation_config.json"),
-        (written("generation_config.json", '{"max_new_tokens": "many"}'), "generation_config.json"),
-        (written("generation_config.json", '{"cache_implementation": "banana"}'), "banana"),
-        (config(deltanet={"kinds": {}}), "key 'deltanet' belongs to converted models"),
-        (config(rms_norm_eps=float("nan")), "key 'rms_norm_eps' is nan"),
-        (config(rms_norm_eps=-1e-6), "key 'rms_norm_eps' is -1e-06"),
-        (config(initializer_range=float("inf")), "initializer_range"),
-        (config(hidden_size=10**400), "config.json"),
-        (config(max_position_embeddings=0), "key 'max_position_embeddings' is 0"),
-        (rope(rope_theta=-1.0), "key 'rope_parameters.rope_theta' is -1.0"),
-        (rope(rope_theta=float("nan")), "key 'rope_parameters.rope_theta' is nan"),
-        (rope(rope_type="linear", factor=-2.0), "key 'rope_parameters.factor' is -2.0"),
-        (entry(dtype=["F32"]), "model.safetensors: cannot be read"),
-        (entry(metadata=[]), "model.safetensors: cannot be read"),
-        (entry(name="\udcff"), "model.safetensors: cannot be read"),
-        (entry(name="a\nb"), "'model.norm.weight' is missing"),
-        (entry(name="model.layers." + "9" * 5000 + ".x"), "'model.norm.weight' is missing"),
-        (sharded("a" * 5000 + ".safetensors"), "cannot be opened"),
-        (sharded("\udcff.safetensors"), "index.json"),
-        (looping, "cannot be opened"),
-    ],
-)
-def test_a_damaged_teacher_is_refused_before_any_work(teacher: Path, tmp_path: Path, change: Change, said: str) -> None:
-    change(teacher)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError) as caught:
-        prepare(str(teacher), tmp_path / "out", ConvertOptions())
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 1000
-    assert sorted(tmp_path.rglob("*")) == before
+DAMAGES: list[tuple[Change, str]] = [
+    (written("generation_config.json", "{"), "generation_config.json"),
+    (written("generation_config.json", "[]"), "generation_config.json"),
+    (written("generation_config.json", '{"max_new_tokens": "many"}'), "generation_config.json"),
+    (written("generation_config.json", '{"cache_implementation": "banana"}'), "banana"),
+    (config(deltanet={"kinds": {}}), "key 'deltanet' belongs to converted models"),
+    (config(rms_norm_eps=float("nan")), "key 'rms_norm_eps' is nan"),
+    (config(rms_norm_eps=-1e-6), "key 'rms_norm_eps' is -1e-06"),
+    (config(initializer_range=float("inf")), "initializer_range"),
+    (config(hidden_size=10**400), "config.json"),
+    (config(max_position_embeddings=0), "key 'max_position_embeddings' is 0"),
+    (rope(rope_theta=-1.0), "key 'rope_parameters.rope_theta' is -1.0"),
+    (rope(rope_theta=float("nan")), "key 'rope_parameters.rope_theta' is nan"),
+    (rope(rope_type="linear", factor=-2.0), "key 'rope_parameters.factor' is -2.0"),
+    (entry(dtype=["F32"]), "model.safetensors: cannot be read"),
+    (entry(metadata=[]), "model.safetensors: cannot be read"),
+    (entry(name="\udcff"), "model.safetensors: cannot be read"),
+    (entry(name="a\nb"), "'model.norm.weight' is missing"),
+    (entry(name="model.layers." + "9" * 5000 + ".x"), "'model.norm.weight' is missing"),
+    (sharded("a" * 5000 + ".safetensors"), "cannot be opened"),
+    (sharded("\udcff.safetensors"), "index.json"),
+    (looping, "cannot be opened"),
+]
+
+
+def test_a_damaged_teacher_is_refused_before_any_work(good: Path, tmp_path: Path) -> None:
+    for number, (change, said) in enumerate(DAMAGES):
+        teacher = Path(shutil.copytree(good, tmp_path / str(number)))
+        change(teacher)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(UserError) as caught:
+            prepare(str(teacher), tmp_path / "out", ConvertOptions())
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 1000
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_sliding_window_as_text_is_refused(tmp_path: Path) -> None:
@@ -155,40 +156,25 @@ def test_a_damaged_tokenizer_is_refused_before_any_work(
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
-        "a" * 300,
-        "a" * 250,  # its hidden folder's name is longer
-        "none/" + "a" * 300,
-        "text.txt/out",
-        "loop/out",
-        "\udcff",
-        "/".join(["b" * 200] * 30),
-        "/dev/null/out",
-        "/proc/nothing/out",
-    ],
-)
-def test_a_target_that_cannot_be_made_is_refused(teacher: Path, tmp_path: Path, out: str) -> None:
+def test_a_target_that_cannot_be_made_is_refused(teacher: Path, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     options = ConvertOptions(**PLAIN, text=tmp_path / "text.txt", calibration_tokens=TOKENS)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="choose another output") as caught, sole_conversion(tmp_path / out):
-        convert(prepare(str(teacher), tmp_path / out, options), tmp_path / out, lambda *args: None)
-    assert "\n" not in str(caught.value)
-    assert sorted(tmp_path.iterdir()) == before
+    long = ["a" * 300, "a" * 250, "none/" + "a" * 300, "/".join(["b" * 200] * 30)]  # 250: the hidden folder has more
+    for out in (*long, "text.txt/out", "loop/out", "\udcff", "/dev/null/out", "/proc/nothing/out"):
+        with pytest.raises(UserError, match="choose another output") as caught, sole_conversion(tmp_path / out):
+            convert(prepare(str(teacher), tmp_path / out, options), tmp_path / out, lambda *args: None)
+        assert "\n" not in str(caught.value)
+        assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_device_that_is_not_there_is_refused(teacher: Path, tmp_path: Path) -> None:
+def test_devices_that_are_not_there_and_impossible_numbers_of_tokens_are_refused(teacher: Path, tmp_path: Path) -> None:
     for device in ("banana", "meta", "", "-1", "cuda:99", "mps"):
         with pytest.raises(UserError, match="--device"):
             prepare(str(teacher), tmp_path / "out", ConvertOptions(device=device))
-
-
-@pytest.mark.parametrize("tokens", [10**11, 10**30, 63])
-def test_impossible_numbers_of_calibration_tokens_are_refused(tokens: int) -> None:
-    with pytest.raises(UserError, match=r"--calibration-tokens: got .* 1,000,000,000"):
-        ConvertOptions(calibration_tokens=tokens)
+    for tokens in (10**11, 10**30, 63):
+        with pytest.raises(UserError, match=r"--calibration-tokens: got .* 1,000,000,000"):
+            ConvertOptions(calibration_tokens=tokens)
 
 
 @pytest.mark.parametrize(("text", "remedy"), [("a", "give more text"), ("word " * 40, "or use at most 100")])

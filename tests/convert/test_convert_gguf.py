@@ -24,7 +24,7 @@ from deltanet_convert.storage.safetensors_folder import Checkpoint
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
 from deltanet_hf.version import install_command
-from deltanet_recipes.cli import main
+from support.command_line import typed
 from support.tiny_conversion import quick_start, tiny_conversion
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_teacher
@@ -126,12 +126,11 @@ def write_family(path: Path, label: str, leave_out: str = "", add: str = "") -> 
     writer.close()
 
 
-@pytest.mark.parametrize("add_bos", [False, True])
-def test_texts_begin_as_the_file_says(add_bos: bool, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", add_bos=add_bos)
-    teacher = resolve_source(str(tmp_path / "tiny.gguf"), tmp_path / "copy", None)
-    ids = AutoTokenizer.from_pretrained(teacher.folder)("a")["input_ids"]
-    assert ids[:-1] == ([1] if add_bos else [])
+def test_texts_begin_as_the_file_says(tmp_path: Path) -> None:
+    for add_bos, begin in ((False, []), (True, [1])):
+        write_gguf(tmp_path / "tiny.gguf", add_bos=add_bos)
+        teacher = resolve_source(str(tmp_path / "tiny.gguf"), tmp_path / f"copy {add_bos}", None)
+        assert AutoTokenizer.from_pretrained(teacher.folder)("a")["input_ids"][:-1] == begin
 
 
 @pytest.mark.parametrize("fault", ["no begin-of-text token", "no merges"])
@@ -204,27 +203,21 @@ def test_a_killed_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert Checkpoint.open(copy).dtype("model.norm.weight") == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"leave_out": "layers.1.mlp.down_proj"}, r"'blk\.1\.ffn_down\.weight' .* is missing"),
-        ({"add": "blk.0.attn_q.bias"}, r"'blk\.0\.attn_q\.bias' has no place in a llama model"),
-    ],
-)
-def test_tensors_that_do_not_fit_the_config(changes: dict[str, str], said: str, tmp_path: Path) -> None:
-    """transformers makes up the one and drops the other."""
-    write_family(tmp_path / "it.gguf", "llama", **changes)
-    with pytest.raises(UserError, match=said):
-        resolve_source(str(tmp_path / "it.gguf"), tmp_path / "copy", None)
-    assert not (tmp_path / "copy").exists()
-
-
-def test_a_shorter_file_is_refused(tmp_path: Path) -> None:
-    write_family(tmp_path / "it.gguf", "llama")
-    content = (tmp_path / "it.gguf").read_bytes()
-    (tmp_path / "it.gguf").write_bytes(content[:-5000])
+def test_tensors_that_do_not_fit_the_config(tmp_path: Path) -> None:
+    """transformers makes up the one and drops the other; and a file whose end is cut off."""
+    file, missing = tmp_path / "it.gguf", r"'blk\.1\.ffn_down\.weight' .* is missing"
+    for change, name, said in (
+        ("leave_out", "layers.1.mlp.down_proj", missing),
+        ("add", "blk.0.attn_q.bias", r"'blk\.0\.attn_q\.bias' has no place in a llama model"),
+    ):
+        write_family(file, "llama", **{change: name})
+        with pytest.raises(UserError, match=said):
+            resolve_source(str(file), tmp_path / "copy", None)
+        assert not (tmp_path / "copy").exists()
+    write_family(file, "llama")
+    file.write_bytes(file.read_bytes()[:-5000])
     with pytest.raises(UserError, match=r"it\.gguf: "):
-        resolve_source(str(tmp_path / "it.gguf"), tmp_path / "copy", None)
+        resolve_source(str(file), tmp_path / "copy", None)
 
 
 def test_folder_with_one_gguf_file(tmp_path: Path) -> None:
@@ -242,12 +235,12 @@ def test_folder_with_one_gguf_file(tmp_path: Path) -> None:
         prepare(str(folder), tmp_path / "out", ConvertOptions())
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40, b"nothing"])
-def test_damaged_gguf_file(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "bad.gguf").write_bytes(content)
-    with pytest.raises(UserError, match=r"bad\.gguf: transformers cannot load this GGUF file") as caught:
-        prepare(str(tmp_path / "bad.gguf"), tmp_path / "out", ConvertOptions())
-    assert "\n" not in str(caught.value)
+def test_damaged_gguf_file(tmp_path: Path) -> None:
+    for content in (b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40, b"nothing"):
+        (tmp_path / "bad.gguf").write_bytes(content)
+        with pytest.raises(UserError, match=r"bad\.gguf: transformers cannot load this GGUF file") as caught:
+            prepare(str(tmp_path / "bad.gguf"), tmp_path / "out", ConvertOptions())
+        assert "\n" not in str(caught.value)
 
 
 def test_copy_is_removed_after_an_error(tmp_path: Path) -> None:
@@ -262,9 +255,6 @@ def test_missing_package_is_named_with_its_extra(
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)  # importing it raises ModuleNotFoundError
-    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "convert", str(tmp_path / "tiny.gguf"), str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
+    assert typed(monkeypatch, "convert", tmp_path / "tiny.gguf", tmp_path / "out") == 2
     assert capsys.readouterr().err == f"error: gguf is not installed; run {install_command('gguf')}\n"
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import START, gate_fit, key_offset, start_rule
+from deltanet_convert.start import START, key_offset, start_rule
 from deltanet_convert.start.unfitted import start_from_scratch, start_unchanged
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
@@ -80,10 +80,7 @@ class ConstantDecay(Mixer):
 
 
 @pytest.fixture
-def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_fit, "STEPS", 6)
-    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+def few_shares(short_fit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_offset, "SHARES", (0.0, 1.0))
 
 
@@ -94,7 +91,7 @@ mixers_in_full = pytest.mark.parametrize("mixer", rows(NAMES, all_by_default=Fal
 
 
 @pytest.fixture
-def mixer(request: pytest.FixtureRequest, short_fit: None, monkeypatch: pytest.MonkeyPatch) -> str:
+def mixer(request: pytest.FixtureRequest, few_shares: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of each mixer in turn; the fit is short."""
     for name, kind in THROW_AWAY.items():
         monkeypatch.setitem(MIXERS, name, kind)
@@ -118,7 +115,7 @@ def test_conversion_of_all_layers_loads_and_decodes(tmp_path: Path, mixer: str) 
     check_result(tmp_path / "out", report, list(range(LAYERS)), mixer)
 
 
-@pytest.mark.usefixtures("short_fit")
+@pytest.mark.usefixtures("few_shares")
 @torch.no_grad()
 def test_a_window_beside_the_state_converts_loads_and_decodes(tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=2)

@@ -21,26 +21,22 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from support.refusals import assert_refused
 
 
-@pytest.mark.parametrize(
-    ("spec", "kept"),
-    [
-        ("none", ()),
-        ("every:4", (3, 7, 11)),
-        ("every:12", (11,)),
-        ("every:1", tuple(range(12))),
-        ("layers:3,7,11", (3, 7, 11)),
-        ("layers:11, 0", (0, 11)),
-    ],
-)
-def test_layers_that_stay_softmax(spec: str, kept: tuple[int, ...]) -> None:
-    assert softmax_layers(spec, 12) == kept
+def test_layers_that_stay_softmax() -> None:
+    for spec, kept in {
+        "none": (),
+        "every:4": (3, 7, 11),
+        "every:12": (11,),
+        "every:1": tuple(range(12)),
+        "layers:11, 0": (0, 11),
+    }.items():
+        assert softmax_layers(spec, 12) == kept, spec
 
 
-@pytest.mark.parametrize("content", ["[5, 2]", "2, 5", "# chosen by KL\n5\n2  # the last\n", "5\t2\n\n"])
-def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
+def test_layers_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "layers"
-    file.write_text(content)
-    assert softmax_layers(str(file), 6) == (2, 5)
+    for content in ("[5, 2]", "2, 5", "# chosen by KL\n5\n2  # the last\n", "5\t2\n\n"):
+        file.write_text(content)
+        assert softmax_layers(str(file), 6) == (2, 5), content
 
 
 def test_refused_layers() -> None:
@@ -89,11 +85,9 @@ def test_refused_layer_files(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 kB", 1500), ("2GiB", 2**31), ("77", 77), ("1mib", 2**20)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+def test_sizes() -> None:
+    for text, size in {"5GB": 5 * 10**9, "1.5 kB": 1500, "2GiB": 2**31, "77": 77, "1mib": 2**20}.items():
+        assert parse_size(text) == size, text
 
 
 def test_refused_sizes() -> None:
@@ -118,25 +112,22 @@ def test_refused_values_name_the_option() -> None:
     assert_refused(ConvertOptions, [(changes, UserError, option) for changes, option in rows])
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
+def test_defaults_are_those_of_the_command() -> None:
+    rows: list[tuple[dict[str, Any], tuple[str, str, int]]] = [
         ({}, ("auto", "window", 4)),
         ({"mixer": "gated_deltanet"}, ("auto", "gated_deltanet", 4)),
         ({"layers": "every:2", "cache_bits": 16}, ("every:2", "window", 16)),
         ({"mixer": "fox"}, ("none", "fox", 16)),
         ({"pure": True}, ("none", "gated_deltanet", 16)),
         ({"profile": "qwen3_5"}, ("none", "gated_deltanet", 16)),
-    ],
-)
-def test_defaults_are_those_of_the_command(given: dict, wanted: tuple[str, str, int]) -> None:
-    options = ConvertOptions(**given)
-    assert (options.keep, options.mixer, options.cache_bits) == wanted
+    ]
+    for given, wanted in rows:
+        options = ConvertOptions(**given)
+        assert (options.keep, options.mixer, options.cache_bits) == wanted, given
 
 
-@pytest.mark.parametrize(
-    ("layers", "keep", "automatic"),
-    [
+def test_the_earlier_form_of_keep() -> None:
+    for layers, keep, automatic in (
         ("auto", "auto", True),
         ("auto:5%@16k", "5%@16k", True),
         ("auto:7", "7", True),
@@ -144,14 +135,12 @@ def test_defaults_are_those_of_the_command(given: dict, wanted: tuple[str, str, 
         ("every:4", "every:4", False),
         ("keep:3,7", "layers:3,7", False),
         ("7.json", "7.json", False),
-    ],
-)
-def test_the_earlier_form_of_keep(layers: str, keep: str, automatic: bool) -> None:
-    typed = ConvertOptions(layers=layers)
-    assert (typed.keep, typed.automatic) == (keep, automatic)
-    assert typed == ConvertOptions(keep=keep)
-    with pytest.raises(UserError, match=r"^--layers: is the earlier form of --keep"):
-        ConvertOptions(layers=layers, keep=keep)
+    ):
+        typed = ConvertOptions(layers=layers)
+        assert (typed.keep, typed.automatic) == (keep, automatic)
+        assert typed == ConvertOptions(keep=keep)
+        with pytest.raises(UserError, match=r"^--layers: is the earlier form of --keep"):
+            ConvertOptions(layers=layers, keep=keep)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan
 from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import LayerTable
-from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, LayerKind
+from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import set_cache_bits
-from deltanet_hf.models.families import FAMILIES
 from support.tiny_conversion import opened
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
@@ -49,11 +48,10 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-CASES = {(family, ("qwen3_5", "faithful")[number % 2]) for number, family in enumerate(FAMILIES)}
-CASES |= {("qwen2", "qwen3_5"), ("qwen2", "faithful")}
-
-
-@pytest.mark.parametrize(("family", "profile"), sorted(CASES))
+@pytest.mark.parametrize(
+    ("family", "profile"),
+    [("qwen2", "qwen3_5"), ("qwen2", "faithful"), ("phi3", "faithful"), ("gpt_oss", "faithful"), ("olmoe", "qwen3_5")],
+)
 def test_parameters_are_those_of_the_models(tmp_path: Path, family: str, profile: str) -> None:
     plan = planned(tmp_path, family, profile, HYBRID)
     student = tiny_student(family, profile, HYBRID)
@@ -84,7 +82,7 @@ def test_what_is_copied_expanded_created_and_dropped(tmp_path: Path) -> None:
     assert kv < heads
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "olmo3", "llama"])
+@pytest.mark.parametrize("family", ["mistral", "olmo3"])
 def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: str) -> None:
     plan, model = planned(tmp_path, family, "faithful", HYBRID), tiny_teacher(family)
     length = 33
@@ -98,17 +96,11 @@ def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: 
         assert layer.kv_bytes(10**6) == layer.kv_bytes_per_token * (layer.window or 10**6)
 
 
-def is_constant(kind: type[LayerKind]) -> bool:
-    """Whether the layer's cache does not grow with the text."""
-    return not kind.keeps_all_tokens
-
-
 CACHES: list[tuple[str, dict[str, Any]]] = [
     ("faithful", {}),
     ("qwen3_5", {}),
     ("faithful", {"expand_kv": False}),
     ("faithful", {"conv_size": 0}),
-    *(("faithful", {"mixer": name}) for name, kind in MIXERS.items() if name != "mixed_heads" and is_constant(kind)),
     ("faithful", {"mixer": "mixed_heads", "heads": ["window", "linear"], "window": 3}),
     ("faithful", {"mixer": "window", "window": 3, "sinks": 0}),
 ]
@@ -162,9 +154,7 @@ def test_packed_cache_bytes_are_those_of_the_model(
     assert f"keys and values in {bits} bits" in console.export_text()
 
 
-@pytest.mark.parametrize(
-    ("positions", "contexts"), [(128, (128,)), (8192, (2048, 4096, 8192)), (131072, CONTEXTS), (200_000, CONTEXTS)]
-)
+@pytest.mark.parametrize(("positions", "contexts"), [(128, (128,)), (8192, (2048, 4096, 8192)), (200_000, CONTEXTS)])
 def test_hybrid_cache_adds_both_kinds(tmp_path: Path, positions: int, contexts: tuple[int, ...]) -> None:
     """At lengths up to the teacher's positions."""
     plan = planned(tmp_path, "llama", "faithful", HYBRID, positions=positions)

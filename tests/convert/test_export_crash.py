@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -11,15 +10,12 @@ import pytest
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
+from support.tiny_conversion import digest
 from support.tiny_export import EVERY_OTHER, exportable_model, exported, planned, saved
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: no code may catch it and clean up."""
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,29 +75,20 @@ def test_logits_are_ours(case: str, tmp_path: Path) -> None:
     assert_same_function(model, theirs, token_ids())
 
 
-def _one_tap(layer: Any) -> None:
-    layer.linear_attn.conv1d.weight[0, 0, 0] += 1e-5
-
-
-def _norm_epsilon(layer: Any) -> None:
-    layer.linear_attn.norm.variance_epsilon *= 1.01
-
-
-def _two_heads(layer: Any) -> None:
-    layer.linear_attn.A_log.copy_(layer.linear_attn.A_log[[1, 0, 2, 3]])
-
-
-@pytest.mark.parametrize("change", [_one_tap, _norm_epsilon, _two_heads])
 @torch.no_grad()
-def test_comparison_finds_small_errors(change: Callable[[Any], None], tmp_path: Path) -> None:
+def test_comparison_finds_small_errors(tmp_path: Path) -> None:
+    """In one tap of a convolution, or in the epsilon of a norm."""
     model = build("llama, every layer")
-    theirs = load(exported(saved(model, tmp_path / "model"), tmp_path / "out"))
-    change(theirs.model.layers[1])
-    with pytest.raises(AssertionError):
-        assert_same_function(model, theirs, token_ids())
+    out = exported(saved(model, tmp_path / "model"), tmp_path / "out")
+    tap, epsilon = load(out), load(out)
+    tap.model.layers[1].linear_attn.conv1d.weight[0, 0, 0] += 1e-5
+    epsilon.model.layers[1].linear_attn.norm.variance_epsilon *= 1.01
+    for theirs in (tap, epsilon):
+        with pytest.raises(AssertionError):
+            assert_same_function(model, theirs, token_ids())
 
 
-@pytest.mark.parametrize("kept", [(0,), (0, 1), (2, 3), (0, 3), (1, 2)])
+@pytest.mark.parametrize("kept", [(0,), (2, 3), (0, 3)])
 @torch.no_grad()
 def test_idle_layers_make_uneven_hybrids_even(kept: tuple[int, ...], tmp_path: Path) -> None:
     """Exports with idle layers, for runtimes in which every N-th layer is attention, and imports them again."""
@@ -115,11 +105,10 @@ def test_idle_layers_make_uneven_hybrids_even(kept: tuple[int, ...], tmp_path: P
     assert_same_tensors(tmp_path / "model", restored(out, tmp_path / "back"))
 
 
-@pytest.mark.parametrize("case", ["llama, tied", "qwen3, hybrid", "grouped states"])
 @torch.no_grad()
-def test_decoding_continues_the_prefill(case: str, tmp_path: Path) -> None:
-    """Decoding the export token by token gives the model's output for the complete text, with an idle layer too."""
-    model = build(case)
+def test_decoding_continues_the_prefill(tmp_path: Path) -> None:
+    """Decoding the export token by token gives the model's output for the complete text."""
+    model = build("grouped states")
     theirs = load(exported(saved(model, tmp_path / "model"), tmp_path / "out"))
     ids = token_ids(length=12)
     greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -135,12 +124,12 @@ def test_decoding_continues_the_prefill(case: str, tmp_path: Path) -> None:
     assert (torch.cat(logits, dim=1) - wanted).abs().max() <= 1e-7
 
 
-IN_FLOAT32 = ("llama, every layer", "qwen3, hybrid, tied", "grouped states")
+IN_LOGITS = ("mistral", "linear rotary", "llama 3's rotary", "head size")  # their tensors are those of other cases
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, torch.bfloat16) for case in CASES), *((case, torch.float32) for case in IN_FLOAT32)],
+    [*((case, torch.bfloat16) for case in CASES if not case.startswith(IN_LOGITS)), ("grouped states", torch.float32)],
 )
 def test_import_gives_the_same_bits_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = build(case).to(dtype)
@@ -181,9 +170,8 @@ def test_powers_of_two_move_only_where_bits_would_be_lost() -> None:
     assert fold_factors(torch.tensor([0.75, 1.0]), torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("case", ["llama, tied", "qwen3, hybrid, tied"])
-def test_head_is_written_apart_only_where_the_final_norm_needs_it(case: str, tmp_path: Path) -> None:
-    model = build(case).bfloat16()
+def test_head_is_written_apart_only_where_the_final_norm_needs_it(tmp_path: Path) -> None:
+    model = build("qwen3, hybrid, tied").bfloat16()
     out = exported(saved(model, tmp_path / "model"), tmp_path / "untied")
     assert "lm_head.weight" in load_file(out / "model.safetensors")
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
@@ -227,18 +215,6 @@ def test_config_says_what_every_runtime_reads(tmp_path: Path) -> None:
     assert config["full_attention_interval"] == 5
 
 
-@torch.no_grad()
-def test_transformers_takes_an_export_for_mlx_too(tmp_path: Path) -> None:
-    model = build("qwen3, hybrid, tied")
-    out = exported(saved(model, tmp_path / "model"), tmp_path / "out", style="mlx")
-    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert_same_function(model, theirs, token_ids())
-    card = (out / "README.md").read_text()
-    assert "from mlx_lm import" in card
-    assert "AutoModelForCausalLM" not in card
-    assert_same_tensors(tmp_path / "model", restored(out, tmp_path / "back"))
-
-
 def test_folder_is_complete(tmp_path: Path) -> None:
     source = saved(build("llama, every layer"), tmp_path / "model")
     (source / "LICENSE").write_text("terms")
@@ -279,6 +255,9 @@ def test_mlx_export_keeps_its_tokenizer(tmp_path: Path) -> None:
     """transformers has its own tokenizer class for the model_type by which mlx-lm finds the model; it is not used."""
     source = saved(build("llama, every layer"), tmp_path / "model")
     out = exported(source, tmp_path / "out", style="mlx")
+    card = (out / "README.md").read_text()
+    assert "from mlx_lm import" in card
+    assert "AutoModelForCausalLM" not in card
     text = "every word, 1 2 3"
     wanted = AutoTokenizer.from_pretrained(source)(text)["input_ids"]
     for trusted in (None, False, True):  # mlx-lm passes all three

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from deltanet_convert.storage.shard_writer import ShardWriter
 from deltanet_hf.errors import UserError
 from deltanet_hf.journal import Journal
 from support.file_limit import limit_during
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_tokenizer
+from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion, tiny_tokenizer
 from support.tiny_export import EVERY_OTHER, exportable_model, planned, saved
 
 # The function that writes, the largest size of its files meanwhile, and the calls that go well before.
@@ -49,10 +47,6 @@ EXPORT: list[tuple[Any, str, int, int]] = [
 ]
 
 
-def digest(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
-
-
 def interrupt(
     writes: list[tuple[Any, str, int, int]], out: Path, run: Callable[[bool], object], patch: pytest.MonkeyPatch
 ) -> None:
@@ -70,8 +64,6 @@ def interrupt(
 
 def test_conversions_survive_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
-    plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())  # noqa: E731
-    monkeypatch.setattr(output_files, "layer_error_plot", plot)
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
     out = tmp_path / "out"
     interrupt(CONVERSION, out, lambda resume: tiny_conversion(teacher, out, resume=resume), monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,14 +63,13 @@ def link(path: Path, goal: Path) -> None:
 LINKED = ["LICENSE", "NOTICE.txt", "README.md", "chat_template.jinja", "tokenizer.json", "vocab.json", "config.json"]
 
 
-@pytest.mark.parametrize("name", [*LINKED, "additional_chat_templates/tools.jinja"])
-def test_links_out_of_the_folder(teacher: Path, secret: Path, tmp_path: Path, name: str) -> None:
-    link(teacher / name, secret)
-    refused(
-        lambda: convert_command(str(teacher), tmp_path / "out"), name, "link that leaves the folder", "copy the file"
-    )
-    refused(lambda: load_for_inference(str(teacher), device="cpu"), name, "link that leaves the folder")
-    refused(lambda: load_student(str(teacher)), "student: ", name, "link that leaves the folder")
+def test_links_out_of_the_folder(saved: Path, secret: Path, tmp_path: Path) -> None:
+    for name in (*LINKED, "additional_chat_templates/tools.jinja"):
+        teacher = str(shutil.copytree(saved, tmp_path / "given" / Path(name).stem))
+        link(Path(teacher) / name, secret)
+        refused(partial(convert_command, teacher, tmp_path / "out"), name, "link that leaves", "copy the file")
+        refused(partial(load_for_inference, teacher, device="cpu"), name, "link that leaves the folder")
+        refused(partial(load_student, teacher), "student: ", name, "link that leaves the folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "secret"]
 
 
@@ -78,10 +78,11 @@ def test_a_linked_folder_of_templates(teacher: Path, secret: Path) -> None:
     refused(lambda: resolve_source(str(teacher), secret, None), "additional_chat_templates", "leaves the folder")
 
 
-@pytest.mark.parametrize("goal", ["chat_template.jinja", "nowhere", "/proc/self/fd/99999", "x" * 300])
-def test_links_to_nothing(teacher: Path, tmp_path: Path, goal: str) -> None:
-    link(teacher / "chat_template.jinja", Path(goal))
-    refused(lambda: resolve_source(str(teacher), tmp_path / "scratch", None), "chat_template.jinja", "cannot be opened")
+def test_links_to_nothing(teacher: Path, tmp_path: Path) -> None:
+    name = "chat_template.jinja"
+    for goal in (name, "nowhere", "/proc/self/fd/99999", "x" * 300):
+        link(teacher / name, Path(goal))
+        refused(lambda: resolve_source(str(teacher), tmp_path / "scratch", None), name, "cannot be opened")
 
 
 def test_links_within_the_folder_are_followed(teacher: Path, tmp_path: Path) -> None:
@@ -90,19 +91,19 @@ def test_links_within_the_folder_are_followed(teacher: Path, tmp_path: Path) -> 
     assert resolve_source(str(teacher), tmp_path / "scratch", None).folder == teacher
 
 
-@pytest.mark.parametrize("name", ["x" * 5000 + ".safetensors", "\ud800.safetensors", "a\0.safetensors"])
-def test_shard_names_that_are_no_file_names(teacher: Path, name: str) -> None:
-    index = {"weight_map": {"model.embed_tokens.weight": name}}
-    (teacher / INDEX_FILE).write_text(json.dumps(index))
-    refused(lambda: opened(teacher), INDEX_FILE, "shard")
-    refused(lambda: load_for_inference(str(teacher), device="cpu"), INDEX_FILE)
+def test_shard_names_that_are_no_file_names(teacher: Path) -> None:
+    for name in ("x" * 5000 + ".safetensors", "\ud800.safetensors", "a\0.safetensors"):
+        index = {"weight_map": {"model.embed_tokens.weight": name}}
+        (teacher / INDEX_FILE).write_text(json.dumps(index))
+        refused(lambda: opened(teacher), INDEX_FILE, "shard")
+        refused(lambda: load_for_inference(str(teacher), device="cpu"), INDEX_FILE)
 
 
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors"])
-def test_an_index_is_checked_before_transformers_follows_it(teacher: Path, name: str) -> None:
+def test_an_index_is_checked_before_transformers_follows_it(teacher: Path) -> None:
     shutil.move(teacher / SINGLE_FILE, teacher.parent / "elsewhere.safetensors")
-    (teacher / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    refused(lambda: load_for_inference(str(teacher), device="cpu"), INDEX_FILE, name)
+    for name in ("../elsewhere.safetensors", "/elsewhere.safetensors"):
+        (teacher / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        refused(lambda: load_for_inference(str(teacher), device="cpu"), INDEX_FILE, name)
 
 
 def test_pickled_weights_are_not_loaded(teacher: Path) -> None:
@@ -121,18 +122,14 @@ def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("vocab_file", "{secret}"),
-        ("tokenizer_file", "../../secret"),
-        ("fast_tokenizer_files", ["tokenizer.json", "../../secret"]),
-    ],
-)
-def test_a_tokenizer_config_that_names_other_files(teacher: Path, secret: Path, key: str, value: object) -> None:
-    named = str(secret) if value == "{secret}" else value
-    edit(teacher / "tokenizer_config.json", **{key: named})
-    refused(lambda: load_tokenizer(teacher), "tokenizer_config.json", key, "leaves the folder")
+def test_a_tokenizer_config_that_names_other_files(teacher: Path, secret: Path) -> None:
+    file, near = teacher / "tokenizer_config.json", "../../secret"
+    before = file.read_text()
+    several = ["tokenizer.json", near]
+    for key, value in {"vocab_file": str(secret), "tokenizer_file": near, "fast_tokenizer_files": several}.items():
+        file.write_text(before)
+        edit(file, **{key: value})
+        refused(lambda: load_tokenizer(teacher), "tokenizer_config.json", key, "leaves the folder")
 
 
 def test_files_of_the_machine_that_saved_a_tokenizer_are_ignored(teacher: Path) -> None:
@@ -164,11 +161,14 @@ def test_code_of_a_teacher_is_neither_run_nor_named_in_the_result(
     refused(lambda: load_for_inference(str(teacher), device="cpu"), "cannot be loaded", "custom code")
 
 
-@pytest.mark.parametrize("value", ["somebody/kernel", "somebody/kernel@main:attention", {"": "somebody/kernel"}])
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_a_config_cannot_name_a_kernel_of_the_hub(teacher: Path, tmp_path: Path, key: str, value: object) -> None:
-    edit(teacher / "config.json", **{key: value})
-    refused(lambda: load_for_inference(str(teacher), device="cpu"), "config.json", key, "code on the hub", "remove")
+def test_a_config_cannot_name_a_kernel_of_the_hub(teacher: Path) -> None:
+    file, said = teacher / "config.json", ("code on the hub", "remove")
+    before = file.read_text()
+    for key in ("attn_implementation", "_attn_implementation"):
+        for value in ("somebody/kernel", "somebody/kernel@main:attention", {"": "somebody/kernel"}):
+            file.write_text(before)
+            edit(file, **{key: value})
+            refused(lambda: load_for_inference(str(teacher), device="cpu"), "config.json", key, *said)
 
 
 def test_files_that_several_repositories_of_a_hub_cache_share(teacher: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import SINGLE_FILE
 from deltanet_hf.publish import Workspace
-from deltanet_recipes.cli import main
+from support.command_line import typed
 from support.local_hub import LocalHub, environment, local_hub
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 
@@ -64,15 +64,6 @@ def test_an_interrupted_conversion_keeps_its_commit(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the first commit is in the cache
     report = tiny_conversion(REPO, tmp_path / "out", resume=True, revision=first)
     assert report["teacher"]["revision"] == first
-
-
-def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["deltanet-hf", *map(str, arguments)])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.mark.slow

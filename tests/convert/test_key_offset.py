@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.compare_to_teacher import softmax_error
-from deltanet_convert.start import gate_fit
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.start.fitted import FitFigures, start_fitted
@@ -23,12 +22,7 @@ from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_conversion import teacher_folder, tiny_conversion
 from support.tiny_models import tiny_teacher
 
-
-@pytest.fixture(autouse=True)
-def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_fit, "STEPS", 6)
-    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+pytestmark = pytest.mark.usefixtures("short_fit")
 
 
 def case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import threading
@@ -15,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert import output_files
 from deltanet_convert.conversion import convert
 from deltanet_convert.memory_estimate import ConversionMemory
 from deltanet_convert.start import START, fitted, turns
 from deltanet_convert.start.turns import others_may_run, own_turn
 from deltanet_hf.errors import QualityError, UserError
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, with_nan
+from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion, tiny_job, with_nan
 
 LAYERS = 4
 CPU = torch.device("cpu")
@@ -43,7 +41,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
         monkeypatch.setattr(ConversionMemory, "layers_at_once", lambda memory, threads: number)
 
     choose(2)
-    monkeypatch.setattr(output_files, "layer_error_plot", lambda layers, path: path.write_text(json.dumps(layers)))
     yield choose
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("fit")]
     assert torch.get_num_threads() == 1
@@ -53,11 +50,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 def digests(folder: Path) -> dict[str, str]:
     """Of all files; the plan's estimate of memory is left out."""
-    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
     report = json.loads((folder / "conversion.json").read_text())
     for name in ("layers_at_once", "peak_memory_bytes"):
         del report["plan"][name]
-    return {**found, "conversion.json": json.dumps(report)}
+    return {**digest(folder), "conversion.json": json.dumps(report)}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +132,7 @@ def test_random_numbers_of_two_rules_do_not_mix() -> None:
         assert torch.randn(4).tolist() == alone[1]
 
 
-@pytest.mark.parametrize("mixer", ["gated_deltanet+window", "gated_deltanet", "deltaproduct", "mesa", "ttt", "linear"])
+@pytest.mark.parametrize("mixer", ["gated_deltanet+window", "deltaproduct", "mesa", "linear"])
 def test_rules_draw_nothing_where_others_may_run(
     teacher: Path, tmp_path: Path, at_once: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, mixer: str
 ) -> None:
@@ -284,7 +280,6 @@ def resumes_to_the_same_files(
     ("numbers", "more", "threads", "expected"),
     [
         (128 * 64, 10**6, 8, 1),  # tiny
-        (2048 * 576, 302 * 10**6, 1, 1),
         (2048 * 576, 302 * 10**6, 2, 2),  # SmolLM2-135M
         (2048 * 576, 150 * 10**6, 64, 4),
         (2048 * 960, 620 * 10**6, 8, 2),

@@ -27,7 +27,6 @@ from deltanet_hf import converted_config, loading
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import stored_bytes
 from deltanet_hf.models.factory import model_class
-from support.far_model import far_folder
 from support.refusals import assert_refused
 from support.tiny_conversion import teacher_folder, tiny_job
 from support.tiny_models import teacher_config
@@ -54,11 +53,6 @@ def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
 
 
-@pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return far_folder(tmp_path_factory.mktemp("teachers") / "far")
-
-
 def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
     config = LlamaConfig(**SHAPES["smollm2-135m-instruct.json"])
     sizes, shares = [], []
@@ -82,29 +76,19 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("budget", "units"),
-    [
-        ("7", 7),
-        ("25%", 7),
-        ("10%", 3),
-        ("29", 29),
-        ("50%", 15),
-    ],
-)
-def test_budgets_in_units(budget: str, units: int) -> None:
-    assert Budget.parse(budget).units(THIRTY) == units
+def test_budgets_in_units() -> None:
+    for budget, units in {"7": 7, "25%": 7, "10%": 3, "29": 29, "50%": 15}.items():
+        assert Budget.parse(budget).units(THIRTY) == units
 
 
-@pytest.mark.parametrize("spec", ["15MB@2048", "32%@2k"])
-def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> None:
-    budget = Budget.parse(spec)
-    assert budget.at == 2048
-    found = budget.units_of_bytes(SMOLLM2)
+def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more() -> None:
     assert Budget.parse("5850KB@2048").units_of_bytes(SMOLLM2) == 1  # the smallest, as the refusal names it
     assert SMOLLM2.teacher_bytes == 30 * 768 * 2048
-    allowed = 15e6 if "MB" in spec else 0.32 * SMOLLM2.teacher_bytes
-    assert SMOLLM2.total(THIRTY.units[:found], None) <= allowed < SMOLLM2.total(THIRTY.units[: found + 1], None)
+    for spec, allowed in {"15MB@2048": 15e6, "32%@2k": 0.32 * SMOLLM2.teacher_bytes}.items():
+        budget = Budget.parse(spec)
+        assert budget.at == 2048
+        found = budget.units_of_bytes(SMOLLM2)
+        assert SMOLLM2.total(THIRTY.units[:found], None) <= allowed < SMOLLM2.total(THIRTY.units[: found + 1], None)
 
 
 WRONG_BUDGETS: list[tuple[str, str]] = [
@@ -127,37 +111,31 @@ WRONG_BUDGETS: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "unit"),
-    [
+def test_the_usual_budget_is_that_of_convert(far: Path) -> None:
+    usual: list[tuple[dict[str, Any], str, str]] = [
         ({}, USUAL_SHARE, "kv_head"),  # heads and windows
         ({"unit": "layer"}, USUAL_SHARE, "layer"),
         ({"cache_bits": 16}, "1", "layer"),  # of four layers
         ({"mixer": "gated_deltanet"}, "1", "layer"),
         ({"method": "uniform", "unit": "kv_head"}, "2", "kv_head"),  # of eight heads
-    ],
-)
-def test_the_usual_budget_is_that_of_convert(far: Path, options: dict[str, Any], text: str, unit: str) -> None:
-    task = tiny_task(far, "auto", **options)
-    assert (task.budget.text, task.options.unit) == (text, unit)
+    ]
+    for options, text, unit in usual:
+        task = tiny_task(far, "auto", **options)
+        assert (task.budget.text, task.options.unit) == (text, unit)
 
 
-@pytest.mark.parametrize(
-    ("device", "given", "method", "count"),
-    [
+def test_without_a_gpu_few_derivatives_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, dict[str, Any], str, int]] = [
         ("cpu", {"exportable": False}, "gradient", 2),
         ("cpu", {"probes": 3}, "gradient", 3),
         ("cpu", {"method": "forward"}, "forward", 8),
         ("cpu", {"exportable": True}, "forward", 8),
         ("cuda", {}, "forward", 8),
-    ],
-)
-def test_without_a_gpu_few_derivatives_are_taken(
-    monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, Any], method: str, count: int
-) -> None:
-    monkeypatch.setattr(loading, "chosen_device", lambda name: torch.device(device))
-    options = SelectOptions(**given)
-    assert (options.method, options.probes) == (method, count)
+    ]
+    for device, given, method, count in chosen:
+        monkeypatch.setattr(loading, "chosen_device", lambda name, device=device: torch.device(device))
+        options = SelectOptions(**given)
+        assert (options.method, options.probes) == (method, count)
 
 
 def test_budgets_that_make_no_sense_are_refused() -> None:

@@ -15,7 +15,7 @@ from deltanet_convert.select import objectives, probes
 from deltanet_convert.select.journal import SelectionJournal
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_hf.errors import UserError
-from support.far_model import far_folder, far_teacher
+from support.far_model import far_teacher
 from support.tiny_conversion import teacher_folder, tiny_tokenizer
 from support.tiny_models import tiny_teacher
 from support.tiny_selection import tiny_selection, tiny_task
@@ -29,11 +29,6 @@ LOSSES: dict[str, Any] = {"teacher": {"a": 1}, "windows": {"a": 2}, "dropped": {
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
     monkeypatch.setattr(objectives, "selection_probes", partial(probes.selection_probes, formats=FORMATS[:1]))
-
-
-@pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return far_folder(tmp_path_factory.mktemp("teachers") / "far")
 
 
 def chosen(number: int, unit: Any, score: float = 0.5) -> dict[str, Any]:
@@ -134,29 +129,27 @@ def test_a_teacher_that_cannot_be_measured_leaves_no_journal(tmp_path: Path) -> 
         assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "random"]
 
 
-@pytest.mark.parametrize("options", [{"window": 399}, {"window": 6, "sinks": 394}, {"window": 10**9}], ids=str)
-def test_a_window_that_shows_whole_probes_is_refused(far: Path, tmp_path: Path, options: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=r"--window \d+: with \d+ sinks it shows all 400 tokens of a probe"):
-        tiny_selection(far, tmp_path / "s.json", **options)
+def test_a_window_that_shows_whole_probes_is_refused(far: Path, tmp_path: Path) -> None:
+    options: dict[str, int]
+    for options in ({"window": 399}, {"window": 6, "sinks": 394}, {"window": 10**9}):
+        with pytest.raises(UserError, match=r"--window \d+: with \d+ sinks it shows all 400 tokens of a probe"):
+            tiny_selection(far, tmp_path / "s.json", **options)
+        assert tiny_task(far, method="uniform", **options).count == 1
     assert not list(tmp_path.iterdir())
-    assert tiny_task(far, method="uniform", **options).count == 1
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("phi3", "family: a phi3 decoder layer has norms"),
-        ("gemma3_text", "family: a gemma3_text decoder layer"),
-        ("llama", "attention_bias: the teacher's output projection has a bias"),
-        ("mistral", r"kept layers \[1, 3\] attend within a sliding window"),
-    ],
-)
-def test_what_no_runtime_could_read_is_not_exportable(tmp_path: Path, family: str, message: str) -> None:
-    tiny_teacher(family).save_pretrained(tmp_path / "teacher")
-    with pytest.raises(UserError, match=f"--exportable: the result could not be exported: .*{message}") as caught:
-        tiny_selection(tmp_path / "teacher", tmp_path / "s.json", "50%", exportable=True)
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+def test_what_no_runtime_could_read_is_not_exportable(tmp_path: Path) -> None:
+    for family, message in {
+        "phi3": "family: a phi3 decoder layer has norms",
+        "gemma3_text": "family: a gemma3_text decoder layer",
+        "llama": "attention_bias: the teacher's output projection has a bias",
+        "mistral": r"kept layers \[1, 3\] attend within a sliding window",
+    }.items():
+        tiny_teacher(family).save_pretrained(tmp_path / family)
+        with pytest.raises(UserError, match=f"--exportable: the result could not be exported: .*{message}") as caught:
+            tiny_selection(tmp_path / family, tmp_path / "s.json", "50%", exportable=True)
+        assert "\n" not in str(caught.value)
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
 def test_heads_that_cannot_be_told_apart_are_not_chosen(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +10,16 @@ import pytest
 import torch
 
 from deltanet_convert import job
-from deltanet_convert.select import for_convert, objectives, probes, read_selection, run
+from deltanet_convert.select import for_convert, read_selection, run
 from deltanet_convert.select.journal import SelectionJournal
-from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
-from support.far_model import FAR_LAYER, far_folder
+from support.far_model import FAR_LAYER
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
-from support.tiny_selection import QUICK, tiny_selection, tiny_task
+from support.tiny_selection import QUICK, Killed, tiny_selection, tiny_task
 
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short texts, probes of two formats, and plots that cost nothing."""
-    monkeypatch.setattr(probes, "CHARACTERS", 2000)
-    monkeypatch.setattr(objectives, "selection_probes", partial(probes.selection_probes, formats=FORMATS[:2]))
-    monkeypatch.setattr(run, "selection_plot", lambda selection: b"plot")
-
-
-@pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return far_folder(tmp_path_factory.mktemp("teachers") / "far")
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+pytestmark = pytest.mark.usefixtures("short_selection")
 
 
 def killed_after(
@@ -69,7 +52,7 @@ def test_kept_heads_are_scored_with_the_positions_that_they_will_have(tmp_path: 
     assert further.scores["rounds"][0]["gains"] != own.scores["rounds"][0]["gains"]
 
 
-@pytest.mark.parametrize("method", ["forward", "gradient", "kl"])
+@pytest.mark.parametrize("method", ["forward", "gradient"])
 def test_finished_rounds_are_not_repeated(far: Path, tmp_path: Path, method: str) -> None:
     whole = tiny_selection(far, tmp_path / "whole.json", "3", method=method)
     out = tmp_path / "s.json"
@@ -184,16 +167,11 @@ def test_an_interrupted_conversion_does_not_select_again(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [("auto:4", "keeps all 4 units"), ("auto:0.5", "expected a number"), ("auto:1KB@600", "too few bytes")],
-)
-def test_automatic_budgets_that_make_no_sense_are_refused(
-    far: Path, tmp_path: Path, quick_auto: list[int], layers: str, message: str
-) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        job.prepare(str(far), tmp_path / "out", job.ConvertOptions(layers=layers, mixer="window"))
-    assert "--keep " in str(caught.value)
+def test_automatic_budgets_that_make_no_sense_are_refused(far: Path, tmp_path: Path, quick_auto: list[int]) -> None:
+    wrong = {"auto:4": "keeps all 4 units", "auto:0.5": "expected a number", "auto:1KB@600": "too few bytes"}
+    for layers, message in wrong.items():
+        with pytest.raises(UserError, match=f"--keep .*{message}"):
+            job.prepare(str(far), tmp_path / "out", job.ConvertOptions(layers=layers, mixer="window"))
     assert quick_auto == []
 
 

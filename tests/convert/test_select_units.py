@@ -21,7 +21,7 @@ from deltanet_convert.select.probes import haystack, selection_probes
 from deltanet_convert.select.references import References
 from deltanet_convert.select.scoring import ScaledLoss, Scorer
 from deltanet_convert.select.switchable import SwitchableModel, blended
-from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly, every_nth
+from deltanet_convert.select.units import SHORT, Candidates, Unit, evenly, every_nth
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks
 from deltanet_hf.models.families import FAMILIES
@@ -97,7 +97,7 @@ def test_all_kept_is_the_teacher_and_none_kept_is_the_window_of_the_mixer(family
     torch.testing.assert_close(model.logits(ids, ALL), restricted(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_oss"])
 @torch.no_grad()
 def test_heads_of_a_layer_together_are_the_layer_and_saved_activations_change_nothing(family: str) -> None:
     by_layer, by_head, ids = switchable(family, "layer"), switchable(family, "kv_head"), rows()
@@ -117,7 +117,7 @@ def test_heads_of_a_layer_together_are_the_layer_and_saved_activations_change_no
         assert float((other - one[1]).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "olmo2", "gemma2", "phi3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "phi3", "gpt_oss"])
 def test_gate_derivatives_are_those_of_finite_differences(family: str) -> None:
     model = switchable(family, "kv_head")
     ids = rows()
@@ -266,9 +266,16 @@ def test_no_template_of_a_probe_shares_three_words_with_the_evaluation() -> None
         assert not theirs & set().union(*map(runs, parts)), kind.name
 
 
-@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize(
-    ("method", "always"), [("forward", 48), ("forward", 1), ("gradient", 48), ("kl", 48), ("kl", 1)]
+    ("method", "always", "unit"),
+    [
+        ("forward", 48, "layer"),
+        ("forward", 1, "kv_head"),
+        ("gradient", 48, "layer"),
+        ("gradient", 48, "kv_head"),
+        ("kl", 48, "kv_head"),
+        ("kl", 1, "layer"),
+    ],
 )
 def test_each_method_finds_the_only_unit_that_looks_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, always: int, unit: str

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_convert.start import gate_fit, share_fit
+from deltanet_convert.start import share_fit
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.start.fitted import start_fitted
@@ -22,13 +22,9 @@ from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import READS_ALL, tiny_teacher
 
+pytestmark = pytest.mark.usefixtures("short_fit")
+
 HEADS, KV_HEADS, SIZE, TOKENS = 6, 2, 8, 40
-
-
-@pytest.fixture(autouse=True)
-def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_fit, "STEPS", 6)
-    monkeypatch.setattr(gate_fit, "HALF_LIVES", (3.0, 32.0))
 
 
 def branch(
@@ -78,7 +74,7 @@ def masks(family_window: int | None, window: int, sinks: int) -> tuple[Tensor, T
 
 @pytest.mark.parametrize(
     ("family_window", "scaling", "softcap", "at_once"),
-    [(None, None, None, 1), (None, None, None, TOKENS), (None, 0.8, 1.5, 7), (15, None, None, 7), (15, None, None, 1)],
+    [(None, None, None, TOKENS), (None, 0.8, 1.5, 7), (15, None, None, 1)],
 )
 @torch.no_grad()
 def test_missed_scores_by_definition(
@@ -177,7 +173,7 @@ def test_a_sample_projects_once_and_holds_what_operator_and_window_read(changes:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 2), (1, 5), (3, 9)])
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (3, 9)])
 def test_few_and_short_sequences(sequences: int, tokens: int) -> None:
     layer, _, states, kwargs, figures = started("qwen3", sequences, tokens, window=3)
     assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert.start import START, gate_fit
+from deltanet_convert.start import START
 from deltanet_convert.start import fitted as rules
 from deltanet_convert.start.calibration import LayerCalibration
 from support.blank_layers import blank_layer, layer_inputs
@@ -18,12 +18,9 @@ WINDOW = {"window": 6, "sinks": 2}
 
 
 @pytest.fixture
-def fitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def fitted(short_fit: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The layers that the rules fit; the fit is short, so the tests of Gated DeltaNet's start judge its quality."""
     torch.manual_seed(0)
-    monkeypatch.setattr(gate_fit, "STEPS", 4)
-    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
     found: list[Any] = []
     start = rules.start_fitted
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from deltanet_convert.compare_to_teacher import softmax_error
-from deltanet_convert.start import copy_weights, gate_fit
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.fitted import FitFigures, start_fitted
 from deltanet_hf.models.families import FAMILIES
@@ -28,18 +26,13 @@ def started(
     return attention, layer, states, kwargs, FitFigures(**figures)
 
 
-@pytest.fixture(autouse=True)
-def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_fit, "STEPS", 6)
-    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+pytestmark = pytest.mark.usefixtures("short_fit")
 
 
-CASES = {(family, ("qwen3_5", "faithful")[number % 2]) for number, family in enumerate(FAMILIES)}
-CASES |= {(family, profile) for family in ("llama", "qwen3") for profile in ("qwen3_5", "faithful")}
-
-
-@pytest.mark.parametrize(("model_type", "profile"), sorted(CASES))
+@pytest.mark.parametrize(
+    ("model_type", "profile"),
+    [(family, ("qwen3_5", "faithful")[number % 2]) for number, family in enumerate(FAMILIES)],
+)
 @torch.no_grad()
 def test_keeps_the_teachers_attention_and_fits_its_output(model_type: str, profile: str) -> None:
     for index in (0, 2):  # sliding or full attention, with or without positions
@@ -54,23 +47,6 @@ def test_keeps_the_teachers_attention_and_fits_its_output(model_type: str, profi
         assert len(figures.half_life) == len(figures.beta) == layer.num_states
         assert min(figures.half_life) > 0
         assert 0 < min(figures.beta) <= max(figures.beta) < 1
-
-
-def repeat_rows(rows: torch.Tensor, head_dim: int, times: int) -> torch.Tensor:
-    return rows.repeat_interleave(times, dim=0)
-
-
-def tile_heads(rows: torch.Tensor, head_dim: int, times: int) -> torch.Tensor:
-    return torch.cat([rows] * times)
-
-
-@pytest.mark.parametrize("mapping", [repeat_rows, tile_heads])
-def test_a_wrong_head_mapping_is_not_the_teacher(
-    mapping: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_weights, "expand_heads", mapping)
-    attention, layer, states, kwargs, _ = started("llama", "faithful")
-    assert softmax_error(attention, layer, states, kwargs) > 0.1
 
 
 def test_query_heads_read_their_own_key_value_head() -> None:
@@ -91,12 +67,11 @@ def test_one_state_per_key_value_head() -> None:
     assert softmax_error(attention, layer, states, kwargs) < 1e-5
 
 
-@pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
-def test_is_reproducible_from_a_seed(profile: str) -> None:
+def test_is_reproducible_from_a_seed() -> None:
     states = []
     for _ in range(2):
         torch.manual_seed(3)
-        states.append(started("llama", profile)[1].state_dict())
+        states.append(started("llama", "qwen3_5")[1].state_dict())
     first, second = states
     for name, value in first.items():
         assert torch.equal(value, second[name]), name

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltanet_convert.start import gate_fit
 from deltanet_hf.mixers.inner_training.mesa import MesaRidge
 from deltanet_hf.mixers.inner_training.titans import START_LOGIT
 from deltanet_hf.mixers.inner_training.ttt import InnerLayerNorm
@@ -21,13 +20,9 @@ STARTS = {
 }
 
 
+@pytest.mark.usefixtures("short_fit")
 @pytest.mark.parametrize("mixer", STARTS)
-def test_the_rule_is_fitted_with_its_own_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str
-) -> None:
-    monkeypatch.setattr(gate_fit, "STEPS", 6)
-    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.5,))
+def test_the_rule_is_fitted_with_its_own_parameters(tmp_path: Path, mixer: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
     changes = ("inner_norm=true",) if mixer == "ttt" else ()
     report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers="all", changes=changes)

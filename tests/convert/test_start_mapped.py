@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert.start import gate_fit, start_rule
+from deltanet_convert.start import start_rule
 from deltanet_convert.start.calibration import LayerCalibration
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import READS_ALL, tiny_teacher
@@ -28,11 +28,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_fit, "STEPS", 6)
-    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+pytestmark = pytest.mark.usefixtures("short_fit")
 
 
 def started(**changes: Any) -> tuple[Any, Any, torch.Tensor, dict[str, Any], dict[str, Any]]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import converted_config
+from deltanet_hf.evaluation.report.material import ReportOptions
 from deltanet_hf.models.factory import model_class
+from measuring.study import recall_cells
 from support.tiny_models import randomise, teacher_config, tiny_table, tiny_teacher
 
 VOCABULARY = 340
@@ -49,6 +53,35 @@ def student_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def random_arrays(folder: Path, *names: str) -> None:
+    """Token arrays of random text, each of another seed."""
+    for seed, name in enumerate(names):
+        np.save(folder / f"{name}.npy", np.random.default_rng(seed).integers(5, 60, 2000).astype(np.uint16))
+
+
+@pytest.fixture
+def short_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes of two cells for models of 340 tokens."""
+    sizes = {"needles_1k": (420, 3), "pairs_8": (8, 4)}
+    monkeypatch.setattr(
+        recall_cells, "CELLS", {name: (recall_cells.CELLS[name][0], *size) for name, size in sizes.items()}
+    )
+
+
+def report_options(teacher: Path, student: Path, data: Path, folder: Path, **changes: Any) -> ReportOptions:
+    """The options of a small report in `folder` / out, on a text of one sentence."""
+    text = folder / "hay.txt"
+    text.write_text("The lamps along the quay went out one by one before the rain came. " * 20)
+    shared: dict[str, Any] = {"texts": {"hay": text}, "haystack": text, "suite": "tiny", "limit": 3}
+    shared |= {"max_length": 512, "device": "cpu", **changes}
+    return ReportOptions(teacher=str(teacher), students=[f"hybrid={student}"], out=folder / "out", data=data, **shared)
+
+
+def without_times(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The models of a report without their times and speeds."""
+    return [{k: v for k, v in model.items() if k not in ("seconds", "speed")} for model in document["models"]]
 
 
 def _write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,11 @@ from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.evaluation.speed.subjects import kind_of, shape_of, subjects
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from deltanet_recipes.cli import main
+from support.command_line import typed
 from support.replayed_step import Recorder
 from support.tiny_models import HYBRID, TINY_SHAPE, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
+RANDOM = ("bench", "--random-weights", "135M", "--device", "cpu", "--dtype", "float32")
 
 
 def test_the_benchmark_of_random_weights(
@@ -42,13 +36,13 @@ def test_the_benchmark_of_random_weights(
 ) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
     monkeypatch.setattr(speed, "_DECODED", 2)
-    options = ("--context", 16, "--context", 32, "--batch", 3, "--repeats", 1, "--device", "cpu")
-    assert run(monkeypatch, "--random-weights", "135M", *options, "--dtype", "float32", "--out", tmp_path / "b") == 0
+    options = ("--context", 16, "--context", 32, "--batch", 3, "--repeats", 1, "--out", tmp_path / "b")
+    assert typed(monkeypatch, *RANDOM, *options) == 0
     shown = capsys.readouterr()
     assert "(0." in shown.out
     assert shown.err.count("greedy tokens are right") == 4
     document = json.loads((tmp_path / "b" / "bench.json").read_text())
-    assert document["command"].startswith("deltanet-hf bench --random-weights 135M --context 16")
+    assert document["command"].startswith("deltanet-hf bench --random-weights 135M --device cpu")
     rows = document["rows"]
     settings = [(row["shape"], row["kind"], row["mode"], row["batch"], row["context"]) for row in rows]
     kinds, sizes = ("transformers", "teacher", "windows4bit", "window25"), [(3, 16), (3, 32)]
@@ -95,10 +89,10 @@ def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shape_of(tiny_student(family)) == shape_of(tiny_teacher(family))
 
 
-@pytest.mark.parametrize(("shape", "billions"), [("135M", 0.1345), ("1B", 1.2358), ("8B", 8.0303)])
-def test_the_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
-    model = random_model(shape, "teacher", torch.bfloat16, torch.device("meta"))
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1e9 * billions, rel=1e-3)
+def test_the_shapes_have_the_parameters_of_their_models() -> None:
+    for shape, billions in {"135M": 0.1345, "1B": 1.2358, "8B": 8.0303}.items():
+        model = random_model(shape, "teacher", torch.bfloat16, torch.device("meta"))
+        assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1e9 * billions, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
@@ -153,26 +147,13 @@ def test_a_model_that_decodes_wrongly_has_no_row(
         return 0.0
 
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", check)
-    options = (
-        "--context",
-        16,
-        "--batch",
-        1,
-        "--repeats",
-        1,
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path,
-    )
-    assert run(monkeypatch, "--random-weights", "135M", *options) == 0
+    options = ("--context", 16, "--batch", 1, "--repeats", 1, "--out", tmp_path)
+    assert typed(monkeypatch, *RANDOM, *options) == 0
     assert "135M window25, eager: not measured: eager: a greedily" in capsys.readouterr().err
     kinds = [row["kind"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]]
     assert kinds == ["transformers", "teacher"]
     wrong += ["teacher"]
-    assert run(monkeypatch, "--random-weights", "135M", *options) != 0
+    assert typed(monkeypatch, *RANDOM, *options) != 0
     assert "nothing was measured" in capsys.readouterr().err
 
 
@@ -303,8 +284,7 @@ def test_what_does_not_fit_has_no_row(
 
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.measure_speed", full)
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", lambda *args, **kwargs: 0.0)
-    options = ("--context", 16, "--batch", 1, "--dtype", "float32", "--device", "cpu", "--out", tmp_path)
-    assert run(monkeypatch, "--random-weights", "135M", *options) != 0
+    assert typed(monkeypatch, *RANDOM, "--context", 16, "--batch", 1, "--out", tmp_path) != 0
     said = capsys.readouterr().err
     assert said.count("1 x 16: out of memory") == 4
     assert "nothing was measured" in said
@@ -326,15 +306,11 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
-def test_the_benchmark_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in REFUSED:
-        assert run(monkeypatch, *arguments) == 2, arguments
-        assert said in capsys.readouterr().err, arguments
-
-
-def test_an_output_that_cannot_be_a_folder_is_refused(
+def test_the_benchmark_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert run(monkeypatch, "--random-weights", "135M", "--out", tmp_path / "file") == 2
-    assert "file: cannot be written (File exists)" in capsys.readouterr().err
+    taken = (("--random-weights", "135M", "--out", str(tmp_path / "file")), "file: cannot be written (File exists)")
+    for arguments, said in [*REFUSED, taken]:
+        assert typed(monkeypatch, "bench", *arguments) == 2, arguments
+        assert said in capsys.readouterr().err, arguments

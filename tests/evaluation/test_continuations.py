@@ -27,8 +27,7 @@ def scores(lm: HFLM) -> list[tuple[float, bool]]:
     return lm.loglikelihood([SimpleNamespace(args=pair, task_name="t") for pair in REQUESTS], disable_tqdm=True)
 
 
-@pytest.mark.parametrize("fixture", ["teacher_folder", "student_folder"])
-@pytest.mark.parametrize("max_length", [None, 20])
+@pytest.mark.parametrize(("fixture", "max_length"), [("teacher_folder", 20), ("student_folder", None)])
 def test_equals_the_stock_model(fixture: str, max_length: int | None, request: pytest.FixtureRequest) -> None:
     folder = str(request.getfixturevalue(fixture))
     common = {"pretrained": folder, "device": "cpu", "max_length": max_length}

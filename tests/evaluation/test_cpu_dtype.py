@@ -31,21 +31,16 @@ def folder(student_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_fa
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "native"),
-    [
+def test_native_means_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capabilities, native in (
         ({"avx512_bf16": True, "amx_bf16": False}, True),
         ({"avx512_bf16": False, "amx_bf16": True}, True),
         ({"bf16": True, "neon": True}, True),
         ({"avx512_f": True, "avx512_bf16": False, "avx_ne_convert": True}, False),
         ({"neon": True}, False),
-    ],
-)
-def test_native_means_instructions(
-    capabilities: dict[str, bool], native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert native_bfloat16.__wrapped__() is native
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found, raising=False)
+        assert native_bfloat16.__wrapped__() is native
 
 
 def test_this_cpu_is_recognised_by_its_flags() -> None:

@@ -77,18 +77,17 @@ def test_the_users_own_task_folder_is_included(
     assert any("mine.yaml" in text for text in included)
 
 
-@pytest.mark.parametrize(("text", "kind"), [("Tasks not found: pika", UserError), ("something else", ValueError)])
-def test_only_unknown_tasks_are_the_users_mistake(
-    monkeypatch: pytest.MonkeyPatch, teacher_folder: Path, text: str, kind: type
-) -> None:
+def test_only_unknown_tasks_are_the_users_mistake(monkeypatch: pytest.MonkeyPatch, teacher_folder: Path) -> None:
     import lm_eval.__main__
 
-    def fail() -> None:
-        raise ValueError(text)
+    for text, kind in (("Tasks not found: pika", UserError), ("something else", ValueError)):
 
-    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", fail)
-    with pytest.raises(kind, match=text):
-        run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"])
+        def fail(text: str = text) -> None:
+            raise ValueError(text)
+
+        monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", fail)
+        with pytest.raises(kind, match=text):
+            run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"])
 
 
 def test_mistakes_are_named(teacher_folder: Path) -> None:
@@ -113,19 +112,16 @@ def test_mistakes_are_named(teacher_folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(0, 4), (8, -1), (10**30, 4)])
-def test_a_window_of_no_tokens_is_refused(window: int, sinks: int, teacher_folder: Path) -> None:
-    with pytest.raises(UserError, match=rf"^--window {window}, --sinks {sinks}: expected at least 1 and 0"):
-        run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"], window=window, sinks=sinks)
+def test_a_window_of_no_tokens_is_refused(teacher_folder: Path) -> None:
+    for window, sinks in ((0, 4), (8, -1), (10**30, 4)):
+        with pytest.raises(UserError, match=rf"^--window {window}, --sinks {sinks}: expected at least 1 and 0"):
+            run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"], window=window, sinks=sinks)
 
 
-@pytest.mark.parametrize("text", ["novel.txt", "=novel.txt", "novel="])
-def test_a_text_without_name_or_file_is_refused(text: str) -> None:
+def test_texts_without_a_name_of_their_own_or_a_file_are_refused() -> None:
     assert named_files(["a=b.txt", "c=d=e.txt"]) == {"a": Path("b.txt"), "c": Path("d=e.txt")}
-    with pytest.raises(UserError, match=f"--text {text}: expected NAME=FILE"):
-        named_files([text])
-
-
-def test_two_texts_of_one_name_are_refused() -> None:
+    for text in ("novel.txt", "=novel.txt", "novel="):
+        with pytest.raises(UserError, match=f"--text {text}: expected NAME=FILE"):
+            named_files([text])
     with pytest.raises(UserError, match=r"--text a=c.txt: expected NAME=FILE, with another NAME for each file"):
         named_files(["a=b.txt", "a=c.txt"])

@@ -29,19 +29,14 @@ from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
 from measuring.study.task_suites import TaskSuites
 from support.tiny_models import tiny_mixture, tiny_table, tiny_teacher
-from tests.evaluation.conftest import VOCABULARY
+from tests.evaluation.conftest import VOCABULARY, random_arrays
 
 TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("wiki_long", 200, 3), "4k": ("novels", 200, 3)}
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short windows and probes, for models of 340 tokens."""
-    cells = {
-        "needles_1k": (recall_cells.CELLS["needles_1k"][0], 420, 3),
-        "pairs_8": (recall_cells.CELLS["pairs_8"][0], 8, 4),
-    }
-    monkeypatch.setattr(recall_cells, "CELLS", cells)
+def small(short_cells: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short windows."""
     monkeypatch.setattr(hybrid_measure, "TEXTS", TEXTS)
     monkeypatch.setattr(hybrid_measure, "SEGMENT", 16)
     monkeypatch.setattr(hybrid_measure, "SEGMENTS", 4)
@@ -52,8 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
-    for seed, name in enumerate(("wt2", "heldwiki", "wiki_long", "novels")):
-        np.save(folder / f"{name}.npy", np.random.default_rng(seed).integers(5, 60, 2000).astype(np.uint16))
+    random_arrays(folder, "wt2", "heldwiki", "wiki_long", "novels")
     return folder
 
 
@@ -285,23 +279,6 @@ def test_columns_are_marked_from_two_standard_errors_on(errors: float) -> None:
     found = hybrid_row.compared(measured(1), measured(0))
     assert found == (marks if errors > 2 else {"better": [], "worse": []})
     assert hybrid_row.compared(measured(0), measured(1)) == dict(zip(found, reversed(found.values()), strict=True))
-
-
-def test_a_window_forgets_what_is_beyond_it(
-    small: None, arrays: Path, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """With the facts beyond all that the layers' windows reach, a window gives what the control gives."""
-    from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
-    from deltanet_hf.evaluation.report.model_rows import ModelRows, line_up
-
-    teacher = ModelRows(line_up(str(teacher_folder), [], ()), "cpu", "float32").teacher
-    ids = tuple(np.random.default_rng(0).integers(3, 300, 120).tolist())
-    probe = Probe(ids, ((110, 113), (117, 120)), ((20, 40),))
-    other = Probe((*ids[:20], *reversed(ids[20:40]), *ids[40:]), probe.answers, probe.facts)
-    blind, seeing = WindowPolicy((), 12, 0).apply(teacher), WindowPolicy((2,), 12, 0).apply(teacher)
-    np.testing.assert_allclose(answer_outcomes(blind, [probe]).nats, answer_outcomes(blind, [other]).nats, rtol=1e-6)
-    nats = [answer_outcomes(seeing, [entry]).nats for entry in (probe, other)]
-    assert np.abs(nats[0] - nats[1]).max() > 1e-3
 
 
 def test_kinds_of_mixed_heads() -> None:

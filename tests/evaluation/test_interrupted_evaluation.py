@@ -29,6 +29,7 @@ from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.file_lock import locked
 from deltanet_recipes.cli import build_app
 from support.file_limit import limit_during
+from tests.evaluation.conftest import report_options, without_times
 
 
 class Stop(BaseException):
@@ -47,24 +48,7 @@ def tiny_suite() -> Iterator[None]:
 
 @pytest.fixture
 def options(teacher_folder: Path, student_folder: Path, data_folder: Path, tmp_path: Path) -> ReportOptions:
-    (tmp_path / "hay.txt").write_text("The lamps along the quay went out one by one before the rain came. " * 20)
-    return ReportOptions(
-        teacher=str(teacher_folder),
-        students=[f"hybrid={student_folder}"],
-        out=tmp_path / "out",
-        data=data_folder,
-        texts={"hay": tmp_path / "hay.txt"},
-        haystack=tmp_path / "hay.txt",
-        suite="tiny",
-        baselines=("window",),
-        limit=3,
-        max_length=512,
-        device="cpu",
-    )
-
-
-def without_times(document: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in model.items() if k not in ("seconds", "speed")} for model in document["models"]]
+    return report_options(teacher_folder, student_folder, data_folder, tmp_path, baselines=("window",))
 
 
 def test_an_interrupted_report_measures_the_missing_models_only(
@@ -188,13 +172,13 @@ def test_answers_of_every_kind_are_kept(student_folder: Path, tmp_path: Path) ->
     assert all(isinstance(answer, str) for answer in found[0][1])
 
 
-@pytest.mark.parametrize("content", [b"not json\n", b"[1]\n", b"{}\n", b"cut", b'{"request": {"weights": "x"}}\n5\n'])
-def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
-    file.write_bytes(content)
-    with pytest.raises(UserError, match=r"notes.txt: damaged, or a file of something else [^\n]*$"):
-        KeptAnswers(file, {"weights": "x"})
-    assert file.read_bytes() == content
+    for content in (b"not json\n", b"[1]\n", b"{}\n", b"cut", b'{"request": {"weights": "x"}}\n5\n'):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"notes.txt: damaged, or a file of something else [^\n]*$"):
+            KeptAnswers(file, {"weights": "x"})
+        assert file.read_bytes() == content
 
 
 def test_a_full_disk_ends_with_one_line_and_leaves_whole_answers(tmp_path: Path) -> None:
@@ -206,11 +190,14 @@ def test_a_full_disk_ends_with_one_line_and_leaves_whole_answers(tmp_path: Path)
         with pytest.raises(UserError, match="disk is full"):
             answers.answer("loglikelihood_rolling", requests, lambda some: [1.5] * len(some))
     asked: list[int] = []
-    found = KeptAnswers(file, {}).answer(
-        "loglikelihood_rolling", requests, lambda some: asked.append(len(some)) or [1.5] * len(some)
-    )
-    assert found == [1.5] * 20
-    assert asked == [8, 4]  # the first eight were kept
+
+    def ask(some: list[Any]) -> list[float]:
+        asked.append(len(some))
+        return [1.5] * len(some)
+
+    assert KeptAnswers(file, {}).answer("loglikelihood_rolling", requests, ask) == [1.5] * 20
+    KeptAnswers(file, {}).answer("loglikelihood_rolling", requests[7::-1], ask)
+    assert asked == [8, 4, 8]  # the first eight were kept, in their order
 
 
 @pytest.mark.slow

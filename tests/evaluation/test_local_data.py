@@ -36,21 +36,18 @@ def requests(tasks: TaskManager, name: str) -> list[list[tuple[str, str]]]:
     return list(pairs.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("lambada_openai", [("Box 0 holds a", " cat")]),
-        ("piqa", [("Question: Cut 0\nAnswer:", " Saw it."), ("Question: Cut 0\nAnswer:", " Eat it.")]),
-        ("arc_easy", [("Question: What is 0?\nAnswer:", f" {word}") for word in ("one", "two", "six")]),
-        ("boolq", [("Numbers.\nQuestion: is 0 odd?\nAnswer:", f" {word}") for word in ("no", "yes")]),
-        ("blimp_wh_island", [("", " The 0 cats sit."), ("", " The 0 cats sits.")]),
-        ("hellaswag", [("Cooking: Pan 0. He", f" {w}") for w in ("sits.", "runs.", "eats.", "cuts.")]),
-    ],
-)
-def test_prompts_are_the_stock_ones(tasks: TaskManager, name: str, first: list[tuple[str, str]]) -> None:
-    built = requests(tasks, name)
-    assert len(built) == 6
-    assert built[0] == first
+def test_prompts_are_the_stock_ones(tasks: TaskManager) -> None:
+    for name, first in {
+        "lambada_openai": [("Box 0 holds a", " cat")],
+        "piqa": [("Question: Cut 0\nAnswer:", " Saw it."), ("Question: Cut 0\nAnswer:", " Eat it.")],
+        "arc_easy": [("Question: What is 0?\nAnswer:", f" {word}") for word in ("one", "two", "six")],
+        "boolq": [("Numbers.\nQuestion: is 0 odd?\nAnswer:", f" {word}") for word in ("no", "yes")],
+        "blimp_wh_island": [("", " The 0 cats sit."), ("", " The 0 cats sits.")],
+        "hellaswag": [("Cooking: Pan 0. He", f" {w}") for w in ("sits.", "runs.", "eats.", "cuts.")],
+    }.items():
+        built = requests(tasks, name)
+        assert len(built) == 6
+        assert built[0] == first
 
 
 def test_boolean_answers_become_labels(tasks: TaskManager) -> None:
@@ -106,13 +103,10 @@ def test_the_repeats_answer_is_the_next_word_of_the_passage(text: str) -> None:
         assert first.startswith(f"{copy} {row['options'][row['gold']]} ")
 
 
-@pytest.mark.parametrize(("folder", "said"), [("none", "no such data folder"), ("", "no file of a known task")])
-def test_missing_or_empty_folders_are_refused(folder: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        write_task_folder(tmp_path, tmp_path / folder)
-
-
-def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+def test_folders_and_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    for folder, said in (("none", "no such data folder"), ("", "no file of a known task")):
+        with pytest.raises(UserError, match=said):
+            write_task_folder(tmp_path, tmp_path / folder)
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa" / "validation.jsonl").write_text('{"goal": 1}\nnot json\n')
     write_task_folder(tmp_path, tmp_path)

@@ -16,7 +16,6 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure, repeated
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.measures.speed import measure_speed
 from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
@@ -204,10 +203,3 @@ def test_wikitext_in_two_formats(tmp_path: Path) -> None:
     texts = wikitext_texts(tmp_path)
     assert texts["wikitext2"] == " A well @-@ known cat , it sat . \n"
     assert texts["wikitext2_clean"].startswith(" A well-known cat, it sat.")
-
-
-def test_state_of_a_converted_model_does_not_grow() -> None:
-    teacher = [measure_speed(tiny_teacher("llama"), length).cache_bytes for length in (16, 64)]
-    student = [measure_speed(tiny_student("llama"), length).cache_bytes for length in (16, 64)]
-    assert teacher[1] == 4 * teacher[0]
-    assert student[0] == student[1] > 0

@@ -8,24 +8,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from measuring.study import mixer_row, recall_cells, results_row
+from measuring.study import mixer_row, results_row
 from measuring.study.measure import main
 from mixers_table import mixers
+from tests.evaluation.conftest import random_arrays
 
 MEASURED = ("kl", "wt2", "heldwiki", "repeat", "needles_1k", "pairs_8")
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short windows and probes, for models of 340 tokens."""
-    cells = {
-        "needles_1k": (recall_cells.CELLS["needles_1k"][0], 420, 3),
-        "pairs_8": (recall_cells.CELLS["pairs_8"][0], 8, 4),
-    }
-    monkeypatch.setattr(recall_cells, "CELLS", cells)
+def small(short_cells: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short windows."""
     monkeypatch.setattr(results_row, "TEXT_WINDOW", 64)
     monkeypatch.setattr(results_row, "SEGMENT", 16)
     monkeypatch.setattr(mixer_row, "LENGTH", 128)
@@ -33,8 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def arrays(tmp_path: Path) -> Path:
-    for seed, name in enumerate(("wt2", "heldwiki", "anarchism", "novels")):
-        np.save(tmp_path / f"{name}.npy", np.random.default_rng(seed).integers(5, 60, 2000).astype(np.uint16))
+    random_arrays(tmp_path, "wt2", "heldwiki", "anarchism", "novels")
     with gzip.open(tmp_path / "lastword.json.gz", "wt") as file:
         json.dump({"seen": [[[5, 6], [7]]]}, file)
     return tmp_path

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 
 from deltanet_convert.calibration_text import SHIPPED_TEXT
@@ -27,9 +26,8 @@ def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
     return json.loads(json.dumps({"teacher": {"name": "T"}, "options": record, "text": {"source": text}}))
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_the_command_of_a_conversion_writes_out_what_a_default_decides() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({}, "--keep layers:1,3 --mixer gated_deltanet+window --cache-bits 16"),
         ({"layers": "all", "mixer": "kda"}, "--keep none --mixer kda --cache-bits 16"),
         (
@@ -48,31 +46,24 @@ def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
             {"layers": "keep:3", "training": False, "fit_memory": False},
             "--keep layers:3 --mixer gated_deltanet+window --cache-bits 16 --no-training --no-fit-memory",
         ),
-    ],
-)
-def test_the_command_of_a_conversion_writes_out_what_a_default_decides(given: dict[str, Any], words: str) -> None:
-    made = conversion(report(**given))
-    assert shlex.join(made) == f"deltanet-hf convert T student {words}"
+    ]
     command = typer.main.get_command(build_app("convert")).commands["convert"]  # type: ignore[attr-defined]
-    command.make_context("convert", made[2:]).close()
+    for given, words in rows:
+        made = conversion(report(**given))
+        assert shlex.join(made) == f"deltanet-hf convert T student {words}"
+        command.make_context("convert", made[2:]).close()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_recipe_is_the_shipped_one_with_its_changes_or_named_by_its_file() -> None:
+    for changes in (
         [],
         ["stages.align.tokens=16384", "stages.long.tokens=9879552"],
         ["seed=1", "stages.long.cache_bits=16", "data.sources.0.path=/data/wiki.jsonl.xz"],
-    ],
-)
-def test_a_recipe_is_the_shipped_one_with_its_changes(changes: list[str]) -> None:
-    recipe = read_recipe(RECIPE, ["student=s", "output=o", "teacher=t", "log.every=3", "data.cache=c", *changes])
-    found = training(json.loads(recipe.model_dump_json()))
-    assert found[:3] == [RECIPE, "student=student", "output=run"]
-    assert sorted(found[3:]) == sorted(changes)
-
-
-def test_another_recipe_is_named_by_its_file() -> None:
+    ):
+        made = read_recipe(RECIPE, ["student=s", "output=o", "teacher=t", "log.every=3", "data.cache=c", *changes])
+        found = training(json.loads(made.model_dump_json()))
+        assert found[:3] == [RECIPE, "student=student", "output=run"]
+        assert sorted(found[3:]) == sorted(changes)
     recipe = json.loads(read_recipe(RECIPE).model_dump_json())
     recipe["stages"].reverse()
     assert training(recipe) == ["recipe.json", "student=student", "output=run"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ from deltanet_hf.evaluation.training_free import WindowPolicy
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.models.layers import LayerTable
 from support.tiny_models import tiny_mixture, tiny_student, tiny_teacher
-
-HAYSTACK = "The lamps along the quay went out one by one before the rain came. " * 20
+from tests.evaluation.conftest import report_options, without_times
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,32 +47,15 @@ def tiny_sizes() -> Iterator[None]:
 def options(
     teacher_folder: Path, student_folder: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> ReportOptions:
-    folder = tmp_path_factory.mktemp("report")
-    (folder / "hay.txt").write_text(HAYSTACK)
     wiki = data_folder / "wikitext2" / "wiki.test.tokens"
     wiki.parent.mkdir(exist_ok=True)
     wiki.write_text("".join(f" The cat , it sat @-@ down {i} times . \n" for i in range(20)))
-    return ReportOptions(
-        teacher=str(teacher_folder),
-        students=[f"hybrid={student_folder}"],
-        out=folder / "out",
-        data=data_folder,
-        texts={"hay": folder / "hay.txt"},
-        haystack=folder / "hay.txt",
-        suite="tiny",
-        limit=3,
-        max_length=512,
-        device="cpu",
-    )
+    return report_options(teacher_folder, student_folder, data_folder, tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture(scope="module")
 def document(options: ReportOptions) -> dict[str, Any]:
     return run_report(options, say=lambda _: None)
-
-
-def without_times(document: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in model.items() if k not in ("seconds", "speed")} for model in document["models"]]
 
 
 def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions) -> None:
@@ -168,28 +150,34 @@ def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_pat
     assert (tmp_path / "two" / "report.md").read_text() == (tmp_path / "one" / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda empty: {"suite": "huge"}, "--suite huge"),
-        (lambda empty: {"baselines": ("magic",)}, "--baselines magic"),
-        (lambda empty: {"students": [str(empty)]}, "config.json: missing"),
-        (lambda empty: {"texts": {"x": empty / "none.txt"}}, "none.txt: no such file"),
-        (lambda empty: {"data": empty}, "no file of a known task"),
-        pytest.param(
-            lambda empty: {"suite": "texts", "texts": {"x": empty / "none.txt"}, "processes": 2},
-            "none.txt: no such file",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["suite", "baseline", "student", "text", "data", "text in a process"],
-)
-def test_bad_requests_are_one_line(
-    change: Callable[[Path], dict[str, Any]], said: str, options: ReportOptions, tmp_path: Path
-) -> None:
+def assert_refused(options: ReportOptions, folder: Path, said: str, **changes: Any) -> None:
+    """In one line, which leaves nothing behind."""
     with pytest.raises(UserError, match=said) as caught:
-        run_report(replace(options, **change(tmp_path)), say=lambda _: None)
+        run_report(replace(options, out=folder / "out", **changes), say=lambda _: None)
     assert "\n" not in str(caught.value)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_cannot_be_measured_is_refused_first(options: ReportOptions, tmp_path: Path) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"suite": "huge"}, "--suite huge"),
+        ({"baselines": ("magic",)}, "--baselines magic"),
+        ({"students": [str(tmp_path)]}, "config.json: missing"),
+        ({"texts": {"x": tmp_path / "none.txt"}}, "none.txt: no such file"),
+        ({"data": tmp_path}, "no file of a known task"),
+        ({"dtype": "int8"}, "--dtype: got 'int8', expected one of auto, float32"),
+        ({"students": ["x=no/such/folder"]}, "no/such/folder: no such folder"),
+        ({"students": ["=model"]}, "=model: no such folder"),
+        ({"last_word": Path("absent.json")}, "absent.json: expected JSON"),
+    ]
+    for changes, said in rows:
+        assert_refused(options, tmp_path, said, **changes)
+
+
+@pytest.mark.slow
+def test_a_text_that_a_process_misses_is_refused_in_one_line(options: ReportOptions, tmp_path: Path) -> None:
+    texts = {"x": tmp_path / "none.txt"}
+    assert_refused(options, tmp_path, "none.txt: no such file", suite="texts", texts=texts, processes=2)
 
 
 def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
@@ -269,23 +257,6 @@ def test_ablations_follow_from_each_students_layers(tmp_path: Path) -> None:
     names = [row.name for row in rows]
     a, b = ["a, softmax off", "a, window off", "a, state off"], ["b, window off", "b, state off"]
     assert names == ["teacher", "a", *a, "b", *b, "c", "c, softmax off", "d"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"dtype": "int8"}, "--dtype: got 'int8', expected one of auto, float32"),
-        ({"students": ["x=no/such/folder"]}, "no/such/folder: no such folder"),
-        ({"students": ["=model"]}, "=model: no such folder"),
-        ({"last_word": Path("absent.json")}, "absent.json: expected JSON"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_first_and_leaves_nothing(
-    options: ReportOptions, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        run_report(replace(options, out=tmp_path / "out", suite="tiny texts", **changes), say=lambda _: None)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_recipe_of_a_student_is_named(tmp_path: Path) -> None:

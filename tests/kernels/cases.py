@@ -247,3 +247,54 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
     wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance}
     assert not wrong, f"relative errors over {tolerance:.0e}: {wrong}"
+
+
+def assert_repeats(run: Callable[[], dict[str, torch.Tensor]], times: int) -> None:
+    """Every further run gives the bits of the first."""
+    first = run()
+    for _ in range(times):
+        again = run()
+        assert all(torch.equal(again[name], x) for name, x in first.items())
+
+
+def assert_as_good(
+    found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
+    for name, x in wanted.items():
+        bound = max(1.5 * torch.finfo(dtype).eps, 2 * relative_error(plain[name], x))
+        assert relative_error(found[name], x) <= bound, name
+
+
+def assert_integers_exact(
+    chunk: Callable[..., Any],
+    recurrence: Callable[..., Any],
+    half: torch.dtype,
+    K: int,
+    V: int | None = None,
+    HV: int = 2,
+    kinds: int | None = None,
+    gradients: bool = True,
+    device: str = "cuda",
+) -> None:
+    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be.
+
+    Args:
+        kinds: number of different keys, K by default.
+    """
+    torch.manual_seed(0)
+    B, T, H, V = 2, 192, 2, V or K
+    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
+    k = torch.nn.functional.one_hot(torch.randint(0, kinds or K, (B, T, H)), K)
+    v, beta = torch.randint(-4, 5, (B, T, HV, V)), torch.randint(0, 2, (B, T, HV))
+    do = torch.randint(-1, 2, (B, T, HV, V)) * (torch.rand(B, T, HV, V) < 0.1)
+    answers = []
+    for function, dtype, place in ((chunk, half, device), (recurrence, torch.float64, "cpu")):
+        leaves = [x.to(place, dtype).requires_grad_(gradients) for x in (q, k, v)]
+        wide = torch.promote_types(dtype, torch.float32)
+        gates = [torch.zeros(B, T, HV, dtype=wide, device=place), beta.to(place, wide)]
+        o, state = function(*leaves, *gates, scale=1.0, output_final_state=True)
+        grads = torch.autograd.grad([o], leaves, [do.to(place, dtype)]) if gradients else ()
+        answers.append([o, state, *grads])
+    for found, wanted in zip(*answers, strict=True):
+        assert torch.equal(found.cpu(), wanted.to(found.dtype))

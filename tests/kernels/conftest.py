@@ -8,6 +8,9 @@ import torch
 import triton
 from triton.runtime import interpreter
 
+from deltanet_kernels.gated_delta_rule import chips
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
+
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +45,16 @@ def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         return convert(x, source, wanted, mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.fixture
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernel of all gradients, of bfloat16 heads that share nothing and are small, also in float32; the stages."""
+    launched: list[str] = []
+
+    def serving(plan: LaunchPlan, stage: str, *copied: torch.Tensor) -> chips.Kernel:
+        launched.append(stage)
+        return chips.GRADIENTS_64 if stage == chips.GRADIENTS else plan.kernels[0]
+
+    monkeypatch.setattr(LaunchPlan, "serving", serving)
+    return launched

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltanet_kernels import MesaState
+
 Results = tuple[list[Tensor], list[Tensor]]
 
 
@@ -66,6 +68,17 @@ def inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
         "use_qk_l2norm_in_kernel": True,
         "output_final_state": True,
     }
+
+
+def mesa_arguments(shape: Shape, state: bool = True) -> dict[str, Any]:
+    """Arguments of the Mesa layer, float64."""
+    normal = draw(1)
+    beta = normal(shape.B, shape.T, shape.HV).sigmoid()
+    found = inputs(shape) | {"beta": beta, "ridge": 0.25 + normal(shape.HV, shape.K).sigmoid()}
+    if state:
+        root = normal(shape.N, shape.HV, shape.K, shape.K) / shape.K**0.5  # larger ones take many steps to solve
+        found["initial_state"] = MesaState(normal(shape.N, shape.HV, shape.K, shape.V), root @ root.mT)
+    return found
 
 
 def results(rule: Callable[..., Any], arguments: dict[str, Any], real: Tensor | None = None) -> Results:

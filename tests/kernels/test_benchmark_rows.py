@@ -20,7 +20,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from measuring import rows as row_files
-from measuring.kernels import channel_gates, chunk, group, harness, window
+from measuring.kernels import channel_gates, chunk, group, harness
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
 from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
 from measuring.rows import Row
@@ -316,12 +316,6 @@ def test_a_sweep_measures_every_configuration_and_leaves_the_kernels_as_they_wer
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("module", [window], ids=["window"])
-def test_configurations_differ(module: Any) -> None:
-    found = list(module.configurations(next(iter(module.rows(False)))))
-    assert len({str(value) for configuration in found for value in configuration.values()}) == len(found) == 162
-
-
 def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, which Triton's interpreter computes rightly."""
     monkeypatch.setattr(group, "DEVICE", DEVICE)
@@ -359,11 +353,11 @@ def test_the_command_without_the_peer_installed(monkeypatch: pytest.MonkeyPatch,
 
     benchmark = replace(channel_gates.BENCHMARK, measure=measure)
     arguments = ["--peers", "--resume", "--output", str(tmp_path), "--only", "rule=gla"]
-    harness.run("channel_gates", benchmark, arguments)
-    rows = json.loads((tmp_path / "channel_gates.json").read_text())["rows"]
+    harness.run("rows", benchmark, arguments)
+    rows = rows_of(tmp_path)
     assert [row["error"].split(":")[0] for row in rows if row["impl"] == "fla"]
     assert all("ModuleNotFoundError" in row["error"] for row in rows if row["impl"] == "fla")
     count = len(seen)
     assert count == len(rows)
-    harness.run("channel_gates", benchmark, arguments)
+    harness.run("rows", benchmark, arguments)
     assert len(seen) == count

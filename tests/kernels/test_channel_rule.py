@@ -17,10 +17,15 @@ from support.refusals import assert_refused
 from tests.kernels.cases import Case, assert_close, make_inputs, relative_error, results
 from tests.kernels.channel_cases import CHANNEL_CASES, ChannelCase, channel_truth, make_channel_inputs
 
-IN_FLOAT32 = ("T=65", "strong gates, gdn2", "open tokens between closed ones", "g=-inf", "gates of every size")
+IN_FLOAT32 = ("g=-inf", "gates of every size")
+# PyTorch has no tiles: sizes that choose those of the kernels, and what is a part of another case.
+SIMILAR = {
+    "T=2", "T=17", "K=40", "K=100", "K=128", "K<V", "g=0", "strong gates", "value heads share a key head",
+    "closed at a chunk's last token",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CHANNEL_CASES, ids=str)
+@pytest.mark.parametrize("case", [c for c in CHANNEL_CASES if c.name not in SIMILAR], ids=str)
 def test_chunks_equal_the_recurrence(case: ChannelCase) -> None:
     inputs = make_channel_inputs(case, torch.float64)
     wanted = channel_truth(inputs)
@@ -73,18 +78,6 @@ def test_erase_key_and_beta_are_the_erase_and_write_gates() -> None:
         key, erased = k[0, t].unsqueeze(-1), (b * k)[0, t].unsqueeze(-2)
         state = decayed - key @ (erased @ decayed) + key @ (w * v)[0, t].unsqueeze(-2)
         torch.testing.assert_close(o[0, t], (q[0, t].unsqueeze(-2) @ state).squeeze(-2))
-
-
-def test_a_closed_channel_forgets_and_its_neighbour_does_not() -> None:
-    q = k = torch.eye(2, dtype=torch.float64).view(1, 2, 1, 2)
-    v, beta = torch.ones(1, 2, 1, 3, dtype=torch.float64), torch.tensor([[[1.0], [0.0]]], dtype=torch.float64)
-    k = torch.full_like(k, 0.5**0.5)
-    g = torch.zeros(1, 2, 1, 2, dtype=torch.float64)
-    g[:, 1, :, 0] = -torch.inf
-    _, state = chunk_channel_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
-    assert state is not None
-    assert not state[0, 0, 0].any()
-    torch.testing.assert_close(state[0, 0, 1], torch.full((3,), 0.5**0.5, dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_gated_delta_rule, operators
 from deltanet_kernels.gated_delta_rule.cpu_forward import FLOOR, Block, Sizes, Workspace, prepare
@@ -58,18 +57,6 @@ def test_where_only_gates_learn_their_gradients_are_the_same(erase: str) -> None
         inputs[name] = inputs[name].detach()
     for found, value in zip(gradients(), wanted, strict=True):
         assert torch.equal(found, value)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(use_reentrant: bool) -> None:
-    inputs = make_inputs(Case("checkpoint", T=70, H=2))
-
-    def run(q: torch.Tensor) -> torch.Tensor:
-        return chunk_gated_delta_rule(**(inputs | {"q": q}))[0]
-
-    (plain,) = torch.autograd.grad(run(inputs["q"]).square().sum(), inputs["q"])
-    checkpoint(run, inputs["q"], use_reentrant=use_reentrant).square().sum().backward()
-    assert torch.equal(inputs["q"].grad, plain)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_kernels import deltaformer_solve, naive_gated_delta_rule
+from deltanet_kernels import deltaformer_solve
 from deltanet_kernels.deltaformer import solve
 from deltanet_kernels.deltaformer.reference import naive_deltaformer_solve
 from support.refusals import assert_refused
@@ -55,11 +55,6 @@ def test_it_is_the_recursion_with_all_gradients(
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11, msg=name)
 
 
-def test_strength_zero_leaves_the_values() -> None:
-    given = inputs(dtype=torch.float32)
-    assert torch.equal(deltaformer_solve(given["k"], given["v"], 0 * given["beta"]), given["v"])
-
-
 def test_it_is_the_triangular_solve() -> None:
     """(I + beta P) U = V with P the softmax of keys with the keys before them."""
     given = inputs()
@@ -68,37 +63,6 @@ def test_it_is_the_triangular_solve() -> None:
     matrix = torch.eye(13, dtype=torch.float64) + given["beta"].transpose(1, 2).unsqueeze(-1) * weights
     wanted = torch.linalg.solve(matrix, given["v"].transpose(1, 2)).transpose(1, 2)
     torch.testing.assert_close(deltaformer_solve(**given), wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_without_exp_the_recursion_is_deltanet() -> None:
-    """u_t = beta_t (v_t - k_t^T sum of k_s u_s^T), read by q: the delta rule's chunk form over the whole sequence."""
-    k, v, beta = (inputs(values=6)[name] for name in ("k", "v", "beta"))
-    products = torch.einsum("bthd,bshd->bhts", k, k).tril(-1)
-    matrix = torch.eye(13, dtype=torch.float64) + beta.transpose(1, 2).unsqueeze(-1) * products
-    u = torch.linalg.solve(matrix, (beta.unsqueeze(-1) * v).transpose(1, 2))
-    q = inputs(length=13, past=1)["k"]
-    wanted = torch.einsum("bthd,bshd->bhts", q, k).tril() @ u
-    found, _ = naive_gated_delta_rule(q, k, v, torch.zeros_like(beta), beta, scale=1.0)
-    torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-11, atol=1e-11)
-
-
-def test_values_grow_at_most_linearly_where_exp_alone_explodes() -> None:
-    length, size = 150, 16
-    given = inputs(1, length, heads=1, size=size, values=size)
-    ones = torch.ones_like(given["beta"])
-    for norm in (1.0, 3.0, 50.0):
-        keys = norm * given["k"] / given["k"].norm(dim=-1, keepdim=True)
-        u = deltaformer_solve(keys, given["v"], ones, scale=1.0)
-        assert u.abs().max() < 10
-    # The worst case: each token looks at the one before it only, and the signs of v alternate.
-    near = torch.eye(length, dtype=torch.float64)
-    keys = (40 * (near + near.roll(1, 1)))[None, :, None]
-    signs = (-1.0) ** torch.arange(length, dtype=torch.float64)
-    u = deltaformer_solve(keys, signs[None, :, None, None], torch.ones(1, length, 1).double(), scale=1.0)
-    assert 100 < u.abs().max() <= length
-    keys = 3 * given["k"] / given["k"].norm(dim=-1, keepdim=True)
-    matrix = torch.eye(length).double() + torch.einsum("thd,shd->ts", keys[0], keys[0]).exp().tril(-1)
-    assert torch.linalg.solve_triangular(matrix, given["v"][0, :, 0], upper=False).abs().max() > 1e12
 
 
 def test_huge_and_equal_keys_stay_finite() -> None:
@@ -120,16 +84,12 @@ def test_bfloat16_is_computed_in_float32() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    rows: list[tuple[dict[str, torch.Tensor], str]] = [
-        ({"v": torch.randn(2, 12, 2, 7)}, "v: got shape"),
-        ({"beta": torch.randn(2, 13)}, "beta: got shape"),
-        ({"past_k": torch.randn(2, 3, 2, 6)}, "past_k, past_u: got one of the two"),
-        ({"k": torch.randn(2, 0, 2, 6)}, "k: got shape"),
-        ({"mask": torch.ones(2, 13, 12, dtype=torch.bool)}, "mask: got shape"),
+    rows: list[tuple[dict[str, torch.Tensor], type[Exception], str]] = [
+        ({"v": torch.randn(2, 12, 2, 7)}, ValueError, "v: got shape"),
+        ({"beta": torch.randn(2, 13)}, ValueError, "beta: got shape"),
+        ({"past_k": torch.randn(2, 3, 2, 6)}, ValueError, "past_k, past_u: got one of the two"),
+        ({"k": torch.randn(2, 0, 2, 6)}, ValueError, "k: got shape"),
+        ({"mask": torch.ones(2, 13, 12, dtype=torch.bool)}, ValueError, "mask: got shape"),
+        ({"mask": torch.zeros(2, 13, 13)}, TypeError, "mask: got dtype"),
     ]
-    assert_refused(deltaformer_solve, [(inputs() | changes, ValueError, said) for changes, said in rows])
-
-
-def test_a_mask_of_numbers_is_refused() -> None:
-    with pytest.raises(TypeError, match="mask: got dtype"):
-        deltaformer_solve(**inputs(), mask=torch.zeros(2, 13, 13))
+    assert_refused(deltaformer_solve, [(inputs() | changes, *refusal) for changes, *refusal in rows])

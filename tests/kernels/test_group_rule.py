@@ -18,7 +18,18 @@ from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64
 from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
 from deltanet_kernels.group_rule.calls import GroupRuleCall
-from tests.kernels.cases import Case, as_double, assert_close, make_inputs, plainly_in, relative_error, results
+from tests.kernels.cases import (
+    Case,
+    as_double,
+    assert_as_good,
+    assert_close,
+    assert_integers_exact,
+    assert_repeats,
+    make_inputs,
+    plainly_in,
+    relative_error,
+    results,
+)
 from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, by_triton
 
 CASES = [
@@ -188,12 +199,9 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1 and not c.HV], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
-    """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
     given = arguments(case, dtype, DEVICE)
-    plain, found = plainly_in(dtype, given, naive_group_gated_delta_rule), results(triton, given)
-    for name, x in truth_of(case, dtype).items():
-        bound = max(1.5 * torch.finfo(dtype).eps, 2 * relative_error(plain[name], x))
-        assert relative_error(found[name], x) <= bound, name
+    plain = plainly_in(dtype, given, naive_group_gated_delta_rule)
+    assert_as_good(results(triton, given), plain, truth_of(case, dtype), dtype)
 
 
 @pytest.mark.gpu
@@ -211,29 +219,11 @@ def test_every_head_size_and_group(K: int, HQ: int, T: int) -> None:
 @pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_integers_bit_for_bit(K: int, half: torch.dtype) -> None:
-    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
-    torch.manual_seed(0)
-    B, T, H = 2, 192, 2
-    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
-    k = torch.nn.functional.one_hot(torch.randint(0, K, (B, T, H)), K)
-    v, beta = torch.randint(-4, 5, (B, T, H, K)), torch.randint(0, 2, (B, T, H))
-    do = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 0.1)
-    answers = []
-    for function, dtype, device in ((triton, half, "cuda"), (naive_group_gated_delta_rule, torch.float64, "cpu")):
-        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        gates = [torch.zeros(B, T, H, dtype=wide, device=device), beta.to(device, wide)]
-        o, state = function(*leaves, *gates, scale=1.0, output_final_state=True)
-        answers.append([o, state, *torch.autograd.grad([o], leaves, [do.to(device, dtype)])])
-    for found, wanted in zip(*answers, strict=True):
-        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+    assert_integers_exact(triton, naive_group_gated_delta_rule, half, K)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
 def test_hundred_runs_are_identical(K: int) -> None:
     given = arguments(Case("repeat", T=320, B=2, H=2, K=K), torch.bfloat16, DEVICE)
-    first = results(triton, given)
-    for _ in range(100):
-        again = results(triton, given)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    assert_repeats(lambda: results(triton, given), 100)

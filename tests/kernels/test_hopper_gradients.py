@@ -4,8 +4,8 @@ On other machines it is only compiled for Hopper.
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,15 @@ from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, kernels
 from deltanet_kernels.gated_delta_rule.hopper import launches
-from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
+from tests.kernels.cases import (
+    Case,
+    assert_integers_exact,
+    make_inputs,
+    plainly_in,
+    relative_error,
+    results,
+    truth,
+)
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 
@@ -169,27 +177,8 @@ def test_gradients_of_strided_inputs(launched: list[torch.Size]) -> None:
 @pytest.mark.parametrize("HV", [2, 4])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_integers_bit_for_bit(HV: int, segments: int, launched: list[torch.Size]) -> None:
-    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
-    torch.manual_seed(0)
-    B, T, H, K = 2, 192, 2, 128
-    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
-    k = torch.nn.functional.one_hot(torch.randint(0, K, (B, T, H)), K)
-    v = torch.randint(-4, 5, (B, T, HV, K))
-    beta = torch.randint(0, 2, (B, T, HV))
-    do = torch.randint(-1, 2, (B, T, HV, K)) * (torch.rand(B, T, HV, K) < 0.1)
-    answers = []
-    functions: list[tuple[Callable[..., Any], torch.dtype, str, dict[str, Any]]] = [
-        (triton_chunk, torch.bfloat16, "cuda", {"segments": segments}),
-        (naive_gated_delta_rule, torch.float64, "cpu", {}),
-    ]
-    for function, dtype, device, options in functions:
-        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        gates = [torch.zeros(B, T, HV, dtype=wide, device=device), beta.to(device, wide)]
-        o, _ = function(*leaves, *gates, scale=1.0, **options)
-        answers.append(torch.autograd.grad([o], leaves, [do.to(device, dtype)]))
-    for found, wanted in zip(*answers, strict=True):
-        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+    chunk = partial(triton_chunk, segments=segments)
+    assert_integers_exact(chunk, naive_gated_delta_rule, torch.bfloat16, 128, HV=HV)
     assert launched
 
 

@@ -19,7 +19,15 @@ from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.solve import invert
-from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
+from tests.kernels.cases import (
+    Case,
+    assert_integers_exact,
+    make_inputs,
+    plainly_in,
+    relative_error,
+    results,
+    truth,
+)
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 
@@ -217,27 +225,8 @@ def test_strides(K: int, HV: int, launched: list[torch.Size]) -> None:
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64)])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_integers_bit_for_bit(HV: int, K: int, V: int, segments: int, launched: list[torch.Size]) -> None:
-    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
-    torch.manual_seed(0)
-    B, T, H = 2, 192, 2
-    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
-    k = torch.nn.functional.one_hot(torch.randint(0, K // 8, (B, T, H)), K)
-    v = torch.randint(-4, 5, (B, T, HV, V))
-    beta = torch.randint(0, 2, (B, T, HV))
-    answers = []
-    functions: list[tuple[Callable[..., Any], torch.dtype, str, dict[str, Any]]] = [
-        (triton_chunk, torch.bfloat16, "cuda", {"segments": segments}),
-        (naive_gated_delta_rule, torch.float64, "cpu", {}),
-    ]
-    for function, dtype, device, options in functions:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        gates = [torch.zeros(B, T, HV, dtype=wide, device=device), beta.to(device, wide)]
-        o, state = function(
-            *(x.to(device, dtype) for x in (q, k, v)), *gates, scale=1.0, output_final_state=True, **options
-        )
-        answers.append((o, state))
-    for found, wanted in zip(*answers, strict=True):
-        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+    chunk = functools.partial(triton_chunk, segments=segments)
+    assert_integers_exact(chunk, naive_gated_delta_rule, torch.bfloat16, K, V, HV, kinds=K // 8, gradients=False)
     assert launched
 
 

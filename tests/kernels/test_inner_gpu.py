@@ -18,7 +18,7 @@ from deltanet_kernels import (
     naive_titans,
     naive_ttt,
 )
-from tests.kernels.state_cases import Shape, assert_same, draw, inputs, results, single
+from tests.kernels.state_cases import Shape, assert_same, draw, inputs, mesa_arguments, results, single
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape("", T=200, B=2, H=3, HQ=3, HV=3, K=64, V=64)
@@ -31,7 +31,7 @@ def case(name: str, shape: Shape) -> tuple[Callable[..., Any], Callable[..., Any
     given = inputs(shape)
     beta = normal(shape.B, shape.T, shape.HV).sigmoid()
     if name == "mesa":
-        return chunk_mesa, naive_mesa, given | {"beta": beta, "ridge": 0.25 + normal(shape.HV, shape.K).sigmoid()}
+        return chunk_mesa, naive_mesa, mesa_arguments(shape, state=False)
     if name == "titans":
         return chunk_titans, naive_titans, given | {"theta": beta, "log_mu": F.logsigmoid(normal(*beta.shape))}
     given |= {"eta": beta / 16, "mini_batch": 16}

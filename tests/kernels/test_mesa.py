@@ -6,29 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels import (
-    MesaState,
-    chunk_gated_delta_rule,
     chunk_mesa,
-    naive_gated_delta_rule,
     naive_mesa,
     recurrent_mesa,
 )
 from deltanet_kernels.mesa.solve import MesaSystem, conjugate_gradients
-from tests.kernels.state_cases import SHAPES, Shape, assert_same, draw, inputs, results, single
-
-
-def arguments(shape: Shape, state: bool = True) -> dict[str, Any]:
-    normal = draw(1)
-    beta = normal(shape.B, shape.T, shape.HV).sigmoid()
-    found = inputs(shape) | {"beta": beta, "ridge": 0.25 + normal(shape.HV, shape.K).sigmoid()}
-    if state:
-        root = normal(shape.N, shape.HV, shape.K, shape.K)
-        found["initial_state"] = MesaState(normal(shape.N, shape.HV, shape.K, shape.V), root @ root.mT)
-    return found
+from tests.kernels.state_cases import SHAPES, Shape, assert_same, draw, mesa_arguments, results, single
 
 
 def chunks(**given: Any) -> Any:
@@ -37,13 +23,13 @@ def chunks(**given: Any) -> Any:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks_are_the_recurrence(shape: Shape) -> None:
-    given = arguments(shape)
+    given = mesa_arguments(shape)
     assert_same(results(chunks, given), results(naive_mesa, given), 1e-10)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[6]], ids=str)
 def test_token_by_token(shape: Shape) -> None:
-    given = arguments(shape) | {"cu_seqlens": None}
+    given = mesa_arguments(shape) | {"cu_seqlens": None}
     wanted, final = naive_mesa(**given)
     for name in ("output_final_state", "cu_seqlens"):
         del given[name]
@@ -58,7 +44,7 @@ def test_token_by_token(shape: Shape) -> None:
 
 
 def test_float32_with_hard_gates_zero_queries_and_the_default_steps() -> None:
-    given = arguments(Shape("", T=130, K=32, V=16), state=False)
+    given = mesa_arguments(Shape("", T=130, K=32, V=16), state=False)
     given["g"][:, ::7] = -200.0
     given["q"][:, 5] = 0.0
     given["q"][:, 6] *= 1e-9
@@ -72,7 +58,7 @@ def test_float32_with_hard_gates_zero_queries_and_the_default_steps() -> None:
     assert_same(([x.double() for x in found[0]], [x.double() for x in found[1]]), wanted, 1e-4)
 
 
-@pytest.mark.parametrize(("common", "decay"), [(0.0, 0.9), (0.5, 0.99), (0.9, 0.99), (0.9, 1.0)])
+@pytest.mark.parametrize(("common", "decay"), [(0.0, 0.9), (0.9, 1.0)])
 def test_sixteen_steps_solve_the_smallest_ridge(common: float, decay: float) -> None:
     """Unit keys with a common component; 0.9 is a short memory, the worst case."""
     normal = draw(2)
@@ -88,41 +74,9 @@ def test_sixteen_steps_solve_the_smallest_ridge(common: float, decay: float) -> 
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
-@pytest.mark.parametrize("ridge", [1e4, 1e6])
-def test_a_large_ridge_is_gated_linear_attention(ridge: float) -> None:
-    given = arguments(Shape("", T=60, K=16), state=False)
-    given["ridge"] = torch.full_like(given["ridge"], ridge)
-    o, _ = chunk_mesa(**given)
-    tiny = 2.0**-60  # of the gated delta rule: it writes beta v k^T and erases nothing
-    values = given["v"] * given["beta"].unsqueeze(-1) / tiny
-    linear, _ = chunk_gated_delta_rule(
-        given["q"], given["k"], values, given["g"], torch.full_like(given["g"], tiny), use_qk_l2norm_in_kernel=True
-    )
-    error = (ridge * o - linear).norm() / linear.norm()
-    assert 0.05 / ridge < error < 20 / ridge
-
-
-def test_orthonormal_keys_without_ridge_are_the_delta_rule() -> None:
-    given = arguments(Shape("", T=8, K=8), state=False) | {"use_qk_l2norm_in_kernel": False}
-    given["k"] = torch.linalg.qr(draw(3)(8, 8)).Q[None, :, None]
-    given["g"], given["beta"] = torch.zeros_like(given["g"]), torch.ones_like(given["beta"])
-    given["ridge"] = torch.full_like(given["ridge"], 1e-13)
-    given["q"] = given["k"].cumsum(1)  # without a ridge only queries in the span of the keys have a finite answer
-    o, _ = chunk_mesa(**given)
-    wanted, _ = naive_gated_delta_rule(*(given[name] for name in ("q", "k", "v", "g", "beta")))
-    torch.testing.assert_close(o, wanted, rtol=0, atol=1e-10)
-
-
-def test_keys_as_values_give_the_query_back() -> None:
-    given = arguments(Shape("", T=40, K=6, V=6), state=False) | {"scale": 1.0, "use_qk_l2norm_in_kernel": False}
-    given["v"], given["ridge"] = given["k"], torch.full_like(given["ridge"], 1e-11)
-    o, _ = chunk_mesa(**given, steps=60)
-    torch.testing.assert_close(o[:, 12:], given["q"][:, 12:], rtol=0, atol=1e-7)
-
-
 def test_a_ridge_that_decays_is_recursive_least_squares() -> None:
     """With Lambda_t = e^{g_1 + ... + g_t} Lambda_0, P = (H + Lambda)^{-1} follows by rank-one updates."""
-    given = arguments(Shape("", T=40, K=6), state=False) | {"scale": 1.0, "use_qk_l2norm_in_kernel": False}
+    given = mesa_arguments(Shape("", T=40, K=6), state=False) | {"scale": 1.0, "use_qk_l2norm_in_kernel": False}
     ridge = given["ridge"][0]
     q, k, v, decay, beta = (given[name][0, :, 0] for name in ("q", "k", "v", "g", "beta"))
     decay = decay.exp()
@@ -139,35 +93,8 @@ def test_a_ridge_that_decays_is_recursive_least_squares() -> None:
         torch.testing.assert_close(o[0, t, 0], W.T @ q[t], rtol=0, atol=1e-9)
 
 
-def recall(read: Tensor, values: Tensor) -> float:
-    """Share of the outputs [n, V] whose nearest value is their own."""
-    return float((read @ values.T).argmax(-1).eq(torch.arange(len(values))).double().mean())
-
-
-def test_recall_at_capacity() -> None:
-    """48 pairs in a 64 x 64 state, keys with half of their power in common: only least squares finds all."""
-    found: dict[str, list[float]] = {"mesa": [], "delta": [], "linear": []}
-    n, size = 48, 64
-    for seed in range(4):
-        normal = draw(seed)
-        k = F.normalize(normal(n, size), dim=-1) + F.normalize(normal(1, size), dim=-1)
-        k, values = F.normalize(k, dim=-1), F.normalize(normal(n, size), dim=-1)
-        H, W = k.T @ k, torch.zeros(size, size, dtype=torch.float64)
-        system = MesaSystem(H[None], torch.full((1, 1, size), 0.01, dtype=torch.float64))
-        x = conjugate_gradients(system, k[None], 64)[0]
-        found["mesa"].append(recall(x @ (k.T @ values), values))
-        found["linear"].append(recall(k @ (k.T @ values), values))
-        for key, value in zip(k, values, strict=True):
-            W = W + torch.outer(key, value - key @ W)
-        found["delta"].append(recall(k @ W, values))
-    mean = {name: sum(shares) / len(shares) for name, shares in found.items()}
-    assert mean["mesa"] == 1
-    assert mean["linear"] < 0.35
-    assert 0.1 < mean["delta"] < 0.6
-
-
 def test_wrong_arguments_are_named() -> None:
-    given = arguments(Shape("", T=3))
+    given = mesa_arguments(Shape("", T=3))
     state = given["initial_state"]
     for change, error, message in (
         ({"ridge": given["ridge"][:, :2]}, ValueError, "ridge: got shape"),

@@ -23,8 +23,8 @@ def conv_in_float64(
 @pytest.mark.parametrize(
     ("T", "W", "activation", "full"),
     [
-        *((T, W, "silu", True) for T, W in itertools.product([1, 2, 3, 4, 9], [1, 2, 4])),
-        *((T, W, None, False) for T, W in ((1, 4), (2, 4), (9, 4), (9, 2), (9, 1))),
+        *((T, W, "silu", True) for T, W in ((1, 1), (1, 4), (2, 4), (3, 4), (4, 2), (9, 4))),
+        *((T, W, None, False) for T, W in ((1, 4), (9, 4), (9, 1))),
         (9, 4, "silu", False),
         (9, 4, None, True),
     ],
@@ -89,18 +89,6 @@ def test_convolution_can_be_the_identity_and_keeps_the_dtype() -> None:
     y, final = causal_conv1d(x, weight, output_final_state=True)
     assert torch.equal(y, x)
     assert final.dtype == torch.bfloat16
-
-
-def test_decoding_equals_the_whole() -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 6, 4), torch.randn(4, 4)
-    whole, final = causal_conv1d(x, weight, None, "silu", None, True)
-    state, steps = torch.zeros(2, 4, 3), []
-    for t in range(6):
-        y, state = causal_conv1d(x[:, t : t + 1], weight, None, "silu", state, True)
-        steps.append(y)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=1e-6)
-    assert torch.equal(state, final)
 
 
 @pytest.mark.parametrize(

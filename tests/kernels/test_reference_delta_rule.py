@@ -1,7 +1,5 @@
 """The chunked PyTorch form against the recurrence in float64, forward and every gradient."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -29,8 +27,10 @@ from tests.kernels.cases import (
 
 # PyTorch has no tiles: sizes that choose those of the kernels, and what is a part of another case.
 SIMILAR = {
-    "T=2", "T=15", "K=40", "K=60", "K=96", "K=100", "K=192,V=256", "K=16,V=128", "K=32,V=60", "packed",
-    "query heads share a state of narrow values", "undecayed, T=2", "off, K > V",
+    "T=2", "T=15", "T=63", "long", "K=40", "K=60", "K=96", "K=100", "K=192,V=256", "K=16,V=128", "K=32,V=60", "packed",
+    "query heads share a state of narrow values", "query heads share a state", "value heads share a key head",
+    "packed, no state", "g=0", "raw gates", "undecayed, T=2", "off, K > V", "undecayed, closed tokens", "off, beta=0",
+    "undecayed, beta=0, no state",
 }  # fmt: skip
 
 
@@ -66,8 +66,8 @@ def test_chunked_form(case: Case) -> None:
     assert_close(found, wanted, 2e-6 * case.condition)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
+def test_low_precision_inputs_are_computed_in_float32() -> None:
+    dtype = torch.bfloat16
     inputs = make_inputs(Case("low", T=70, B=2, H=2, HQ=4, HV=2), dtype)
     o, state = chunk_gated_delta_rule(**inputs)
     assert o.dtype == dtype
@@ -104,17 +104,6 @@ def test_any_packing_of_any_shape(
             for f in (torch_chunk_gated_delta_rule, naive_gated_delta_rule)
         )
     assert_close(found, wanted, 1e-13)
-
-
-def test_gradcheck() -> None:
-    case = Case("gradcheck", T=66, H=1, HQ=2, HV=1, K=2, V=3)
-    inputs = make_inputs(case, torch.float64)
-    names = ["q", "k", "v", "g", "beta", "initial_state"]
-
-    def run(*tensors: torch.Tensor) -> Any:
-        return torch_chunk_gated_delta_rule(**(inputs | dict(zip(names, tensors, strict=True))))
-
-    assert torch.autograd.gradcheck(run, [inputs[name] for name in names], fast_mode=True)
 
 
 @pytest.mark.parametrize("outputs", [("final_state",), ("o",)], ids=["state only", "output only"])
@@ -186,25 +175,11 @@ def test_padding_tokens_do_not_leak() -> None:
     assert found["final_state"].isfinite().all()
 
 
-def test_segments_compose() -> None:
-    """Chunked prefill: the state carries everything from one call to the next."""
-    inputs = make_inputs(Case("segments", T=200, B=2, H=2))
-    whole, final = chunk_gated_delta_rule(**inputs)
-    pieces, state = [], inputs["initial_state"]
-    for start, end in ((0, 1), (1, 70), (70, 134), (134, 200)):
-        part = {name: inputs[name][:, start:end] for name in ("q", "k", "v", "g", "beta")}
-        o, state = chunk_gated_delta_rule(**(inputs | part | {"initial_state": state}))
-        pieces.append(o)
-    assert relative_error(torch.cat(pieces, 1), whole.detach()) < 2e-6
-    assert relative_error(state, final.detach()) < 2e-6
-
-
 @pytest.mark.parametrize(
     ("T", "groups", "raw", "erase"),
     [
-        (1, (2, 2), True, "decayed"), (1, (2, 4), False, "decayed"), (1, (4, 2), True, "decayed"),
-        (2, (2, 2), False, "decayed"), (8, (2, 4), True, "decayed"), (8, (4, 2), False, "decayed"),
-        (9, (2, 2), True, "decayed"), (70, (2, 4), False, "decayed"), (70, (4, 2), True, "decayed"),
+        (1, (2, 4), False, "decayed"), (1, (4, 2), True, "decayed"), (8, (2, 4), True, "decayed"),
+        (9, (2, 2), True, "decayed"), (70, (4, 2), False, "decayed"),
         (1, (4, 2), True, "off"), (7, (4, 2), True, "off"),
         (1, (4, 2), True, "undecayed"), (7, (4, 2), True, "undecayed"),
     ],

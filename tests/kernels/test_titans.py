@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -25,20 +24,6 @@ def arguments(shape: Shape, state: bool = True) -> dict[str, Any]:
 def test_chunks_are_the_recurrence(shape: Shape) -> None:
     given = arguments(shape)
     assert_same(results(chunk_titans, given), results(naive_titans, given), 1e-11)
-
-
-def test_a_state_continues() -> None:
-    given = arguments(Shape("", T=90, B=2, H=2, HQ=2, HV=2))
-    whole, final = chunk_titans(**given)
-    outputs, state = [], given.pop("initial_state")
-    tokens = [name for name, x in given.items() if isinstance(x, torch.Tensor)]
-    begin = 0
-    for length, rule in ((3, chunk_titans), (1, naive_titans), (1, chunk_titans), (85, chunk_titans)):
-        part = given | {name: given[name][:, begin : begin + length] for name in tokens}
-        o, state = rule(**part, initial_state=state)
-        outputs.append(o)
-        begin += length
-    assert_same(([torch.cat(outputs, 1), *state], []), ([whole, *final], []), 1e-12)
 
 
 def test_padding_leaves_memory_and_momentum_alone() -> None:
@@ -68,35 +53,6 @@ def test_without_momentum_it_is_comba(none: float) -> None:
     )
     assert final is not None
     assert_same((found[:2], []), ([o, final], []), 1e-12)
-
-
-def test_a_repeated_key_is_stable_up_to_the_bound() -> None:
-    """Jury's criterion for one unit key: theta < (1 + e^g)(1 + mu)."""
-    tokens, decay, mu = 400, 0.9, 0.5
-    k = torch.zeros(1, tokens, 1, 4, dtype=torch.float64)
-    k[..., 0] = 1.0
-    gates = torch.ones(1, tokens, 1, dtype=torch.float64)
-    sizes = []
-    for theta in (0.98, 1.02):
-        theta *= (1 + decay) * (1 + mu)
-        logs = [gates * torch.tensor(x).double().log() for x in (decay, mu)]
-        _, final = chunk_titans(k, k, torch.ones_like(k), *logs, gates * theta, output_final_state=True)
-        assert final is not None
-        sizes.append(float(final.memory.abs().max()))
-    assert sizes[0] < 10
-    assert sizes[1] > 1e3
-
-
-def test_momentum_has_no_bound_on_keys_that_differ() -> None:
-    """With strengths of 1, far below the bound of one key: docs/mixers.md warns of it."""
-    k, v = torch.randn(2, 1, 400, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
-    gates = torch.ones(1, 400, 1, dtype=torch.float64)
-    largest = [
-        float(chunk_titans(k, k, v, 0 * gates, mu * gates, gates, use_qk_l2norm_in_kernel=True)[0].abs().max())
-        for mu in (math.log(0.3), math.log(0.8))
-    ]
-    assert largest[0] < 10
-    assert largest[1] > 1e3
 
 
 @pytest.mark.parametrize("gate", [0.0, -200.0, -torch.inf])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltanet_kernels import naive_channel_gated_delta_rule
-from tests.kernels.cases import assert_close, relative_error, results
+from tests.kernels.cases import assert_as_good, assert_close, assert_repeats, plainly_in, relative_error, results
 from tests.kernels.channel_cases import CHANNEL_CASES, ChannelCase, channel_truth, make_channel_inputs
 from tests.kernels.triton_mode import DEVICE, GPU
 
@@ -136,25 +136,13 @@ def test_compiles_without_a_graph_break() -> None:
 # On the GPU only: low precision, every head size, bits.
 
 
-def plainly_in(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Results of the recurrence computed in `dtype`, gates included; only the state is float32."""
-    low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    for name, x in low.items():
-        if isinstance(x, torch.Tensor) and x.is_floating_point():
-            low[name] = (x if name == "initial_state" else x.to(dtype)).requires_grad_()
-    return results(naive_channel_gated_delta_rule, low)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CHANNEL_CASES, ids=str)
 def test_low_precision(case: ChannelCase, dtype: torch.dtype) -> None:
-    """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
     inputs = make_channel_inputs(case, dtype, DEVICE)
-    wanted, plain, found = channel_truth(inputs), plainly_in(dtype, inputs), results(triton_chunk, inputs)
-    for name, x in wanted.items():
-        bound = max(1.5 * torch.finfo(dtype).eps, 2 * relative_error(plain[name], x))
-        assert relative_error(found[name], x) <= bound, name
+    plain = plainly_in(dtype, inputs, naive_channel_gated_delta_rule)
+    assert_as_good(results(triton_chunk, inputs), plain, channel_truth(inputs), dtype)
 
 
 @pytest.mark.gpu
@@ -172,7 +160,4 @@ def test_every_head_size_and_group(K: int, HQ: int, rule: str) -> None:
 @pytest.mark.parametrize("K", [64, 128])
 def test_hundred_runs_are_identical(K: int) -> None:
     inputs = make_channel_inputs(ChannelCase("repeat", T=300, B=2, H=2, K=K, rule="gdn2"), torch.bfloat16, DEVICE)
-    first = results(triton_chunk, inputs)
-    for _ in range(100):
-        again = results(triton_chunk, inputs)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    assert_repeats(lambda: results(triton_chunk, inputs), 100)

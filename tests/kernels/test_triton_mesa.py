@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels import MesaState, chunk_mesa, naive_mesa
-from tests.kernels.state_cases import SHAPES, Results, Shape, assert_same, draw, inputs, results, single
+from tests.kernels.state_cases import SHAPES, Results, Shape, assert_same, draw, mesa_arguments, results, single
 from tests.kernels.triton_mode import DEVICE, GPU
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -38,17 +38,6 @@ def triton_mesa(
     call = MesaCall(q, k, v, g, beta, ridge, initial_state=initial_state, steps=steps, **options)
     check_mesa(call)
     return chunk_mesa_triton(call)
-
-
-def arguments(shape: Shape, state: bool = True) -> dict[str, Any]:
-    """Float64, on the CPU."""
-    normal = draw(1)
-    beta = normal(shape.B, shape.T, shape.HV).sigmoid()
-    found = inputs(shape) | {"beta": beta, "ridge": 0.25 + normal(shape.HV, shape.K).sigmoid()}
-    if state:
-        root = normal(shape.N, shape.HV, shape.K, shape.K) / shape.K**0.5  # larger ones take many steps to solve
-        found["initial_state"] = MesaState(normal(shape.N, shape.HV, shape.K, shape.V), root @ root.mT)
-    return found
 
 
 def on_device(given: dict[str, Any]) -> dict[str, Any]:
@@ -81,14 +70,14 @@ CASES = [
 
 @pytest.mark.parametrize("shape", [*CASES, *(SHAPES if GPU else [])], ids=str)
 def test_every_shape(shape: Shape) -> None:
-    given = arguments(shape)
+    given = mesa_arguments(shape)
     found = results(triton_mesa, on_device(given) | {"steps": 40})
     assert_same(in_double(found), results(naive_mesa, given), 2e-5)
 
 
 def test_hazards() -> None:
     """Gates that shut, -inf included, zero queries and keys, no writes, tiny queries, huge values."""
-    given = arguments(Shape("", T=70, K=16, V=8), state=False) | {"use_qk_l2norm_in_kernel": False}
+    given = mesa_arguments(Shape("", T=70, K=16, V=8), state=False) | {"use_qk_l2norm_in_kernel": False}
     given["k"] = F.normalize(given["k"], dim=-1)
     given["g"][:, ::7] = -200.0
     given["g"][:, 40] = -torch.inf
@@ -110,7 +99,9 @@ def test_hazards() -> None:
 
 
 def test_nothing_but_zeros() -> None:
-    given = {name: torch.zeros_like(x) for name, x in arguments(CASES[1], state=False).items() if name in GRADIENTS}
+    given = {
+        name: torch.zeros_like(x) for name, x in mesa_arguments(CASES[1], state=False).items() if name in GRADIENTS
+    }
     given |= {"ridge": torch.ones_like(given["ridge"]), "output_final_state": True}
     outputs, gradients = results(triton_mesa, on_device(given) | {"use_qk_l2norm_in_kernel": True})
     assert not any(x.any() for x in outputs)
@@ -120,14 +111,14 @@ def test_nothing_but_zeros() -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_as_many_steps_as_the_pytorch_form(steps: int) -> None:
     """Far from solved, so that one step more or less would show, also in the second solve."""
-    given = arguments(Shape("", T=40, K=16, V=8)) | {"steps": steps}
+    given = mesa_arguments(Shape("", T=40, K=16, V=8)) | {"steps": steps}
     assert_same(in_double(results(triton_mesa, on_device(given))), results(chunk_mesa, given), 2e-5)
 
 
 def test_16_bit_inputs() -> None:
     """Computed in float32; only the inputs, the outputs and their gradients are rounded."""
     dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter has no bfloat16
-    given = arguments(Shape("", T=40, HQ=2, HV=1, K=16, V=16))
+    given = mesa_arguments(Shape("", T=40, HQ=2, HV=1, K=16, V=16))
     low = on_device(given) | {name: given[name].to(DEVICE, dtype) for name in ("q", "k", "v")}
     exact = given | {name: low[name].double().cpu() for name in ("q", "k", "v")}
     found = results(triton_mesa, low | {"steps": 24})
@@ -144,7 +135,7 @@ def test_gradient_of_one_output(output: str) -> None:
         found = torch.autograd.grad(read.square().sum(), list(leaves.values()), allow_unused=True)
         return [torch.zeros_like(x) if y is None else y for x, y in zip(leaves.values(), found, strict=True)]
 
-    given = arguments(Shape("", T=20, H=2, HQ=2, HV=2, K=4, V=4))
+    given = mesa_arguments(Shape("", T=20, H=2, HQ=2, HV=2, K=4, V=4))
     pairs = [gradients(triton_mesa, on_device(given)), gradients(naive_mesa, given)]
     assert_same(in_double((pairs[0], [])), (pairs[1], []), 2e-5)
 
@@ -181,7 +172,7 @@ def test_registered_operator_is_sound() -> None:
     """Schema, fake implementation and gradient registration agree with what the operator does."""
     import deltanet_kernels.mesa.chunk  # noqa: F401 (registers it)
 
-    given = on_device(arguments(Shape("", T=9, HQ=2), state=False))
+    given = on_device(mesa_arguments(Shape("", T=9, HQ=2), state=False))
     for keep in (True, False):
         torch.library.opcheck(
             torch.ops.deltanet.mesa_forward.default,
@@ -191,7 +182,7 @@ def test_registered_operator_is_sound() -> None:
 
 
 def test_compiles_without_a_graph_break() -> None:
-    given = on_device(arguments(Shape("", T=9)))
+    given = on_device(mesa_arguments(Shape("", T=9)))
     eager = results(triton_mesa, given)
     compiled = results(torch.compile(triton_mesa, fullgraph=True, backend="aot_eager"), given)
     for ours, theirs in zip((*compiled[0], *compiled[1]), (*eager[0], *eager[1]), strict=True):
@@ -205,7 +196,7 @@ def test_compiles_without_a_graph_break() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("K", "V"), [(16, 40), (40, 16), (64, 64), (100, 128), (128, 64), (128, 128)])
 def test_every_head_size(K: int, V: int, dtype: torch.dtype) -> None:
-    given = arguments(Shape("", T=150, B=2, H=2, HQ=4, HV=2, K=K, V=V))
+    given = mesa_arguments(Shape("", T=150, B=2, H=2, HQ=4, HV=2, K=K, V=V))
     low = on_device(given) | {name: given[name].to(DEVICE, dtype) for name in ("q", "k", "v")}
     exact = given | {name: low[name].double().cpu() for name in ("q", "k", "v")}
     found = results(chunk_mesa, low | {"steps": 40})
@@ -217,7 +208,7 @@ def test_every_head_size(K: int, V: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [64, 128])
 def test_keys_that_share_most_of_their_power(size: int) -> None:
     """The condition is about a thousand: products of 10 bits would be wrong by 1%."""
-    given = arguments(Shape("", T=512, H=2, HQ=2, HV=2, K=size, V=size), state=False)
+    given = mesa_arguments(Shape("", T=512, H=2, HQ=2, HV=2, K=size, V=size), state=False)
     given["k"] = given["k"] + 3 * draw(5)(1, 1, 2, size)
     given |= {"q": given["k"] + 0.5 * given["q"], "g": 0 * given["g"], "ridge": torch.full_like(given["ridge"], 0.25)}
     found = in_double(results(chunk_mesa, on_device(given) | {"steps": 40}))
@@ -229,7 +220,7 @@ def test_keys_that_share_most_of_their_power(size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_hundred_runs_are_identical(size: int) -> None:
-    given = on_device(arguments(Shape("", T=300, B=2, H=2, HQ=2, HV=2, K=size, V=size)))
+    given = on_device(mesa_arguments(Shape("", T=300, B=2, H=2, HQ=2, HV=2, K=size, V=size)))
     first = results(chunk_mesa, given)
     for _ in range(100):
         again = results(chunk_mesa, given)
@@ -239,7 +230,7 @@ def test_hundred_runs_are_identical(size: int) -> None:
 
 @pytest.mark.gpu
 def test_float64_falls_back_with_the_reason() -> None:
-    given = {name: x.cuda() for name, x in arguments(SHAPES[2], state=False).items() if isinstance(x, Tensor)}
+    given = {name: x.cuda() for name, x in mesa_arguments(SHAPES[2], state=False).items() if isinstance(x, Tensor)}
     with pytest.warns(RuntimeWarning, match="float64"):
         o, _ = chunk_mesa(**given)
     assert o.dtype == torch.float64

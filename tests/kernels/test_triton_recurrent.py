@@ -13,6 +13,8 @@ CASES = [
     Case("packed", T=9, H=1, cu_seqlens=(0, 0, 1, 5, 8)),
     Case("closed gates, no norm", T=5, H=1, g="reset", l2norm=False, scale=0.7),
     Case("no state", T=3, H=1, initial_state=False),
+    Case("off", T=3, H=1, HQ=2, HV=2, erase="off", raw=True),
+    Case("undecayed", T=3, H=1, HQ=1, HV=2, K=24, V=20, erase="undecayed", g="reset"),
 ]
 
 

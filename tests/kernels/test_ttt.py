@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels import InnerNorm, TTTState, chunk_ttt, naive_gated_delta_rule, naive_ttt
-from deltanet_kernels.ttt.inner_norm import loss_gradient, normalise
+from deltanet_kernels import InnerNorm, TTTState, chunk_ttt, naive_ttt
 from tests.kernels.state_cases import SHAPES, Shape, assert_same, draw, inputs, results, single
 
 SQUARE = [
@@ -56,22 +55,6 @@ def test_mini_batches_with_layer_norm_are_the_recurrence(shape: Shape, mini_batc
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_state_continues_in_the_middle_of_a_mini_batch(norm: bool) -> None:
-    given = arguments(Shape("", T=90, B=2, V=5), 16, norm)
-    whole, final = naive_ttt(**given)
-    tokens = [name for name in ("q", "k", "v", "g", "eta")]
-    outputs, state, begin = [], None, 0
-    for length, rule in ((7, chunk_ttt), (1, naive_ttt), (8, chunk_ttt), (1, chunk_ttt), (73, chunk_ttt)):
-        part = given | {name: given[name][:, begin : begin + length] for name in tokens}
-        o, state = rule(**part, initial_state=state)
-        outputs.append(o)
-        begin += length
-    assert state is not None
-    assert final is not None
-    assert_same(([torch.cat(outputs, 1), *state], []), ([whole, *final], []), 1e-12)
-
-
-@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_padding_does_not_count(norm: bool, packed: bool) -> None:
     """Gaps anywhere give what the remaining tokens give; the rows end at different places of a mini-batch."""
@@ -97,18 +80,6 @@ def test_padding_does_not_count(norm: bool, packed: bool) -> None:
         torch.testing.assert_close(found[0][0][row, begin:end][kept], o[0], rtol=0, atol=1e-11)
 
 
-def test_one_token_per_mini_batch_is_the_gated_delta_rule() -> None:
-    given = arguments(Shape("", T=130, H=2, HQ=2, HV=2), 1)
-    o, final = chunk_ttt(**given)
-    assert final is not None
-    wanted = naive_gated_delta_rule(
-        given["q"], given["k"], given["v"], given["g"], given["eta"], None, None, True, True
-    )
-    assert wanted[1] is not None
-    assert_same(([o, final.weight], []), ([*wanted], []), 1e-12)
-    assert not final.pending.any()
-
-
 def test_a_mini_batch_takes_its_gradients_at_its_first_weights() -> None:
     """The definition, with autograd of the inner loss: linear and with layer norm and residual."""
     given = arguments(Shape("", T=12, V=5), 4, norm=True)
@@ -132,27 +103,6 @@ def test_a_mini_batch_takes_its_gradients_at_its_first_weights() -> None:
             (slope,) = torch.autograd.grad((f(k[t], leaf) - v[t]).square().sum() / 2, leaf)
             weight = weight - eta[t] * slope
             torch.testing.assert_close(o[0, t, 0], f(q[t], weight), rtol=0, atol=1e-12)
-
-
-def test_the_gradient_through_the_layer_norm_is_autograds() -> None:
-    normal = draw(4)
-    z, wanted = normal(2, 3, 4, 5).requires_grad_(), normal(2, 3, 4, 5)
-    norm = InnerNorm(normal(3, 5), normal(3, 5), normal(3, 6, 5))
-    (slope,) = torch.autograd.grad((normalise(z, norm) - wanted).square().sum() / 2, z)
-    torch.testing.assert_close(loss_gradient(z, wanted, norm), slope, rtol=0, atol=1e-12)
-
-
-def test_equal_keys_are_stable_up_to_two_over_m() -> None:
-    k = torch.zeros(1, 160, 1, 4, dtype=torch.float64)
-    k[..., 0] = 1.0
-    gates = torch.ones(1, 160, 1, dtype=torch.float64)
-    sizes = [
-        float(chunk_ttt(k, k, torch.ones_like(k), 0 * gates, gates * eta / 16, 16)[0].abs().max())
-        for eta in (1.0, 2.0, 2.2)
-    ]
-    assert sizes[0] < 1
-    assert sizes[1] < 2
-    assert sizes[2] > 2
 
 
 def test_float32_beside_hard_gates() -> None:

@@ -17,34 +17,33 @@ from tests.kernels.window_cases import CASES, Case, make, results, truth
 PACKED = Case("packed", T=60, window=8, sinks=2, HQ=4, HK=2, cu_seqlens=(0, 0, 17, 50))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# PyTorch has no tiles: sizes that choose those of the kernels, and what is a part of another case.
+SIMILAR = {
+    "window 2", "window 64", "window 65", "longer than the sequence", "more sinks than a tile", "nothing shared", "D=8",
+    "D=40", "D=100", "scale 0", "packed", "packed, many short", "packed, short and long", "edge, T=31",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in SIMILAR], ids=str)
 def test_results_and_gradients(case: Case) -> None:
     inputs = make(case, torch.float32, "cpu")
     assert_close(results(window_attention, inputs), truth(inputs), 2e-6 * case.condition)
 
 
 def test_the_definition_is_softmax_attention_with_a_mask() -> None:
-    """Query 5 of a window of 2 beside 1 sink sees tokens 0, 4 and 5."""
-    inputs = make(Case("", T=6, window=2, sinks=1, HQ=1), torch.float64, "cpu")
-    q, k, v = (inputs[name].detach()[0, :, 0] for name in ("q", "k", "v"))
-    scores = (k[[0, 4, 5]] @ q[5]) / 4
-    o, lse = naive_window_attention(**inputs)
-    torch.testing.assert_close(o[0, 5, 0], scores.softmax(0) @ v[[0, 4, 5]])
-    torch.testing.assert_close(lse[0, 5, 0], scores.logsumexp(0))
+    """Query 5 of a window of 2 beside 1 sink sees tokens 0, 4 and 5; a capped score s becomes 2 tanh(s / 2)."""
+    for cap in (None, 2.0):
+        inputs = make(Case("", T=6, window=2, sinks=1, HQ=1, softcap=cap), torch.float64, "cpu")
+        q, k, v = (inputs[name].detach()[0, :, 0] for name in ("q", "k", "v"))
+        scores = (k[[0, 4, 5]] @ q[5]) / 4
+        scores = scores if cap is None else 2 * (scores / 2).tanh()
+        o, lse = naive_window_attention(**inputs)
+        torch.testing.assert_close(o[0, 5, 0], scores.softmax(0) @ v[[0, 4, 5]])
+        torch.testing.assert_close(lse[0, 5, 0], scores.logsumexp(0))
 
 
-def test_capped_scores_by_hand() -> None:
-    """A score s of the definition becomes 2 tanh(s / 2)."""
-    inputs = make(Case("", T=6, window=2, sinks=1, HQ=1, softcap=2.0), torch.float64, "cpu")
-    q, k, v = (inputs[name].detach()[0, :, 0] for name in ("q", "k", "v"))
-    scores = 2 * ((k[[0, 4, 5]] @ q[5]) / 4 / 2).tanh()
-    o, lse = naive_window_attention(**inputs)
-    torch.testing.assert_close(o[0, 5, 0], scores.softmax(0) @ v[[0, 4, 5]])
-    torch.testing.assert_close(lse[0, 5, 0], scores.logsumexp(0))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+def test_low_precision_is_computed_in_float32() -> None:
+    dtype = torch.bfloat16
     inputs = make(Case("", T=150, window=20, sinks=4), dtype, "cpu")
     found = results(window_attention, inputs)
     assert found["lse"].dtype == torch.float32

@@ -32,7 +32,7 @@ class Case:
 
 
 CASES = [
-    *(Case(f"T={T}", T=T, window=20, sinks=4, B=2) for T in (1, 3, 4, 5, 19, 20, 21, 23, 24, 25, 31, 32, 33, 97, 150)),
+    *(Case(f"T={T}", T=T, window=20, sinks=4, B=2) for T in (1, 4, 5, 20, 21, 24, 25, 97)),
     # windows and sinks around each other, tiles and the length
     Case("window 1, no sinks", T=70, window=1, sinks=0),
     Case("window 1, sinks", T=70, window=1, sinks=3),
@@ -62,7 +62,7 @@ CASES = [
     Case("cap 30, large scores", T=70, window=20, sinks=4, size=100.0, softcap=30.0, condition=4),
     Case("cap 1000, no sinks, scale", T=70, window=20, sinks=0, scale=-0.7, softcap=1000.0),
     # windows that begin with groups of 32 tokens
-    *(Case(f"edge, T={T}", T=T, window=33, sinks=4, B=2, edge=32) for T in (31, 32, 33, 64, 65, 66, 97, 150)),
+    *(Case(f"edge, T={T}", T=T, window=33, sinks=4, B=2, edge=32) for T in (31, 33, 64, 65, 97)),
     Case("edge, own group alone", T=100, window=1, sinks=3, edge=32),
     Case("edge, window of any length", T=150, window=50, sinks=0, edge=32),
     Case("edge, heads, cap", T=150, window=65, sinks=4, HQ=6, HK=2, edge=32, softcap=2.0),

@@ -13,7 +13,6 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from deltanet_hf.mixers.quadratic.path import MAX_STRENGTH
-from deltanet_kernels import chunk_gated_delta_rule, naive_gated_delta_rule
 from deltanet_kernels.deltaformer.reference import naive_deltaformer_solve
 from support.tiny_models import tiny_student
 
@@ -127,47 +126,6 @@ def test_it_is_its_formula_with_all_gradients(kind: str, length: int) -> None:
 # PaTH.
 
 
-def product_scores(q: Tensor, k: Tensor, w: Tensor, beta: float) -> Tensor:
-    """q_t^T (I - beta w_t w_t^T) ... (I - beta w_{s+1} w_{s+1}^T) k_s for s <= t, of q, k, w [T, K]: PaTH's scores."""
-    length, size = q.shape
-    scores = torch.zeros(length, length, dtype=q.dtype)
-    for t in range(length):
-        row = q[t]
-        for s in range(t, -1, -1):
-            scores[t, s] = row @ k[s]
-            row = row - beta * (row @ w[s]) * w[s]
-    assert size == k.shape[1]
-    return scores
-
-
-def test_path_along_its_keys_is_deltanets_matrix() -> None:
-    """With unit keys, w = k and beta = 1, scores times values are DeltaNet's output."""
-    q, k, v = torch.randn(3, 30, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).unbind()
-    k = k / k.norm(dim=-1, keepdim=True)
-    ones = torch.ones(1, 30, 1, dtype=torch.float64)
-    inputs = (x[None, :, None] for x in (q, k, v))
-    wanted, _ = naive_gated_delta_rule(*inputs, 0 * ones, ones, scale=1.0)
-    torch.testing.assert_close(product_scores(q, k, k, 1.0) @ v, wanted[0, :, 0], rtol=1e-11, atol=1e-11)
-
-
-def test_reflecting_path_is_softmax_of_turned_queries_and_keys() -> None:
-    """At strength 2 the form of the layer is PaTH itself; below it is not."""
-    q, k, w = torch.randn(3, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind()
-    w = w / w.norm(dim=-1, keepdim=True)
-
-    def turned_scores(beta: float) -> Tensor:
-        strength = torch.full((1, 40, 1), beta, dtype=torch.float64)
-        both, w_ = torch.stack([q, k], 1)[None], w[None, :, None]
-        read, _ = chunk_gated_delta_rule(both, w_, w_, 0 * strength, strength, scale=1.0)
-        q_, k_ = (both - read)[0].unbind(1)
-        torch.testing.assert_close(q_.norm(dim=-1) <= q.norm(dim=-1) + 1e-9, torch.ones(40, dtype=torch.bool))
-        return (q_ @ k_.mT).tril()
-
-    torch.testing.assert_close(turned_scores(2.0), product_scores(q, k, w, 2.0), rtol=1e-10, atol=1e-10)
-    off = turned_scores(1.0) - product_scores(q, k, w, 1.0)
-    assert off.norm() > 0.1 * product_scores(q, k, w, 1.0).norm()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_turn_again_and_again_does_not_grow(dtype: torch.dtype) -> None:
@@ -228,24 +186,6 @@ def _decayed_by_sums(f: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     total = f.log().nan_to_num(neginf=-1e9).cumsum(1).transpose(1, 2)
     k, v = (part.repeat_interleave(2, 1) for part in (k, v))
     return causal(q @ k.mT * 0.3 + total.unsqueeze(-1) - total.unsqueeze(-2), v)
-
-
-@torch.no_grad()
-@pytest.mark.slow
-def test_8192_tokens_in_bfloat16() -> None:
-    length = 8192
-    log_f = -0.1 * torch.rand(length, generator=torch.Generator().manual_seed(5)) * 2  # F ends at about -819
-    layer = one_layer("fox", torch.bfloat16)
-    layer.forget = FixedDecay(log_f)
-    x, q, k, v = qkv(length, torch.bfloat16)
-    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None, None))
-    last = slice(length - 64, length)
-    total = log_f.double().cumsum(0)
-    k, v = (part.double().repeat_interleave(2, 1) for part in (k, v))
-    scores = q[:, :, last].double() @ k.mT * 0.3 + total[last, None] - total
-    seen = torch.arange(length) <= torch.arange(length)[last, None]
-    wanted = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-    assert (found[:, last].double() - wanted).norm() / wanted.norm() < 4e-3
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.errors import UserError
@@ -194,7 +193,7 @@ def test_tokens_can_be_taken_back(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_caches_that_cannot_be_served_are_refused() -> None:
+def test_caches_and_kernels_that_cannot_be_served_are_refused() -> None:
     model = tiny_student("llama", mixer="path")
     cache = DynamicCache(config=model.config)
     model(IDS, past_key_values=cache, use_cache=True)
@@ -208,24 +207,12 @@ def test_caches_that_cannot_be_served_are_refused() -> None:
         model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=32), use_cache=True)
     with pytest.raises(ValueError, match="cu_seq_lens_q: packed sequences leave no state"):
         layers(model)[0](torch.randn(1, 3, 32), past_key_values=DynamicCache(), cu_seq_lens_q=torch.tensor([0, 1, 3]))
-
-
-# Around the layer.
-
-
-@torch.no_grad()
-def test_flash_attention_is_refused() -> None:
-    model = tiny_student("llama", mixer="fox")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation: got 'flash_attention_2'"):
         layers(model)[0](torch.randn(1, 3, 32))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_offloaded_model_computes_the_same(kind: str) -> None:
-    wanted = tiny_student("llama", mixer=kind)(IDS).logits
-    assert torch.equal(cpu_offload(tiny_student("llama", mixer=kind), torch.device("cpu"))(IDS).logits, wanted)
+# Around the layer.
 
 
 def test_attention_that_was_compiled_is_refused() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_hf.mixers import recommended
 from deltanet_hf.mixers.layer import MixCall
 from deltanet_kernels import naive_channel_gated_delta_rule
 from deltanet_kernels.common.heads import l2_normalize
@@ -81,12 +80,3 @@ def test_gdn2_takes_keys_of_any_length() -> None:
         o, new = layer.mix(MixCall(k.to(dtype), k.to(dtype), torch.full_like(k, 100).to(dtype), gates, keep_state=True))
         assert o.isfinite().all()
         assert new["state"].isfinite().all()
-
-
-@pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
-def test_the_layer_of_qwen3_5_is_another(mixer: str) -> None:
-    with pytest.raises(ValueError, match="take the mixer gated_deltanet"):
-        recommended(mixer, "qwen3_5")
-    kind, settings = recommended(f"{mixer}+window")
-    assert kind.name == mixer
-    assert settings.window > 0

@@ -25,22 +25,15 @@ from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.sessions import load_session
 from deltanet_hf.sessions.conversation import first_turn, further_turn
 from deltanet_hf.version import __version__, install_command
-from deltanet_recipes.cli import COMMANDS, Subcommand, main
+from deltanet_recipes.cli import COMMANDS, Subcommand
 from deltanet_recipes.log_bars import hide_bars_in_logs
+from support.command_line import typed
 from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import tiny_student
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Exit status of `deltanet-hf ARGUMENTS`."""
-    monkeypatch.setattr(sys, "argv", ["deltanet-hf", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
-
-
 def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, "--help") == 0
+    assert typed(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     panels = re.findall(r"─ (\w+) ─", shown)
     assert panels == ["Options", "Convert", "Train", "Measure", "Run"]
@@ -49,25 +42,25 @@ def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, "--version") == 0
+    assert typed(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"deltanet-hf {__version__}\n"
 
 
 def test_each_command_has_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in COMMANDS:
-        assert call(monkeypatch, name, "--help") == 0, name
+        assert typed(monkeypatch, name, "--help") == 0, name
         shown = capsys.readouterr().out
         assert "Usage" in shown, name
         assert "…" not in shown, name  # nothing is cut in a narrow terminal
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_bars_of_other_libraries_are_for_terminals(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+def test_bars_of_other_libraries_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
-    hide_bars_in_logs()
-    assert os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None) == (None if terminal else "1")
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+        hide_bars_in_logs()
+        assert os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None) == (None if terminal else "1")
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -79,48 +72,37 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(Subcommand, "load", lambda self: fail)
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
+def test_errors_are_one_line_with_a_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = {"lm_eval.api": ("lm_eval", "eval"), "peft": ("peft", "train")}
+    rows: list[tuple[Exception, int, str]] = [
         (UserError("a.json: x"), 2, "error: a.json: x"),
         (QualityError("worse"), 1, "failed: worse"),
-        (
-            ModuleNotFoundError(name="lm_eval.api"),
-            2,
-            f"error: lm_eval is not installed; run {install_command('eval')}\n",
+        *(
+            (ModuleNotFoundError(name=module), 2, f"error: {name} is not installed; run {install_command(extra)}\n")
+            for module, (name, extra) in missing.items()
         ),
-        (ModuleNotFoundError(name="peft"), 2, f"error: peft is not installed; run {install_command('train')}\n"),
-    ],
-)
-def test_errors_are_one_line_with_a_status(
-    error: Exception, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing(monkeypatch, error)
-    assert call(monkeypatch, "generate") == status
-    shown = capsys.readouterr().err
-    assert shown.startswith(said)
-    assert shown.count("\n") == 1
-
-
-@pytest.mark.parametrize("error", [ValueError("a defect"), ModuleNotFoundError(name="deltanet_hf.absent")])
-def test_unexpected_errors_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, error)
-    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "generate"])
-    with pytest.raises(type(error)):
-        main()
-
-
-def test_interruption_has_its_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    ]
+    for error, status, said in rows:
+        failing(monkeypatch, error)
+        assert typed(monkeypatch, "generate") == status
+        shown = capsys.readouterr().err
+        assert shown.startswith(said)
+        assert shown.count("\n") == 1
     failing(monkeypatch, KeyboardInterrupt())
-    assert call(monkeypatch, "generate") == 130
+    assert typed(monkeypatch, "generate") == 130
 
 
-@pytest.mark.parametrize(
-    ("error", "limit", "line"),
-    [(ValueError("a\n  b"), None, "a b"), (ValueError("abc"), 2, "ab"), (ValueError(), None, "ValueError")],
-)
-def test_an_exception_as_one_line(error: Exception, limit: int | None, line: str) -> None:
-    assert one_line(error, limit) == line
+def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (ValueError("a defect"), ModuleNotFoundError(name="deltanet_hf.absent")):
+        failing(monkeypatch, error)
+        with pytest.raises(type(error)):
+            typed(monkeypatch, "generate")
+
+
+def test_an_exception_as_one_line() -> None:
+    assert one_line(ValueError("a\n  b"), None) == "a b"
+    assert one_line(ValueError("abc"), 2) == "ab"
+    assert one_line(ValueError(), None) == "ValueError"
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_generate_prints_text_and_stats(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--stats") == 0
+    assert typed(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--stats") == 0
     shown = capsys.readouterr()
     assert shown.out.split()
     assert all(word.startswith(("w", "<")) for word in shown.out.split())
@@ -149,13 +131,13 @@ def test_generate_prints_text_and_stats(
 def test_generate_reads_standard_input(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "5") == 0
+    assert typed(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "5") == 0
     asked = capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6"))
-    assert call(monkeypatch, "generate", folder, "--max-new-tokens", "5") == 0
+    assert typed(monkeypatch, "generate", folder, "--max-new-tokens", "5") == 0
     assert capsys.readouterr().out == asked
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert call(monkeypatch, "generate", folder) == 2
+    assert typed(monkeypatch, "generate", folder) == 2
     assert "--prompt: missing" in capsys.readouterr().err
 
 
@@ -164,7 +146,7 @@ def test_compiled_generation_says_the_same(
 ) -> None:
     texts = []
     for more in ([], ["--compile"], ["--temperature", "1"], ["--temperature", "1", "--compile"]):
-        assert call(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "9", *more) == 0
+        assert typed(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "9", *more) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[2] == texts[3]
@@ -179,14 +161,14 @@ def test_a_quantised_cache_says_the_same_and_is_smaller(
     set_cache_bits(load_for_inference(str(folder))[0], 8).config.save_pretrained(own)
     prompt, shown = " ".join(f"w{3 + i % 90}" for i in range(140)), []
     for model, more in ((folder, []), (folder, ["--cache-bits", "8"]), (own, []), (own, ["--cache-bits", "16"])):
-        assert call(monkeypatch, "generate", model, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
+        assert typed(monkeypatch, "generate", model, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
         shown.append(capsys.readouterr())
     assert len({text.out for text in shown}) == 1
     exact, packed, by_model, back = (
         int(text.err.split(" bytes")[0].split("cache ")[1].replace(",", "")) for text in shown
     )
     assert packed == by_model < exact == back
-    assert call(monkeypatch, "generate", own, "--prompt", prompt, "--compile") == 2
+    assert typed(monkeypatch, "generate", own, "--prompt", prompt, "--compile") == 2
     assert "or add --cache-bits 16" in capsys.readouterr().err
 
 
@@ -203,7 +185,7 @@ def test_what_the_model_prefers_for_its_answers_does_not_break_the_command(
     for settings in ({}, *unusual, {"use_cache": False}, {"stop_strings": ["no such words"]}):
         file.write_text(json.dumps(usual | settings))
         options = ["--prompt", "a b", "--max-new-tokens", "4", "--cache-bits", "8", "--session"]
-        assert call(monkeypatch, "generate", model, *options, tmp_path / str(len(shown))) == 0
+        assert typed(monkeypatch, "generate", model, *options, tmp_path / str(len(shown))) == 0
         shown.append(capsys.readouterr().out)
     assert len(shown[0]) > 1
     assert set(shown) == {shown[0]}
@@ -220,7 +202,7 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(
     for prompt in PROMPTS:
         more = ["--cache-bits", bits] if bits else []
         options = ["--prompt", prompt, "--session", session, "--max-new-tokens", "4", "--stats", *more]
-        assert call(monkeypatch, "generate", folder, *options) == 0
+        assert typed(monkeypatch, "generate", folder, *options) == 0
         said.append(capsys.readouterr())
     model, tokenizer = load_for_inference(str(folder))
     set_cache_bits(model, bits or 16)
@@ -236,7 +218,7 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(
     assert saved.input_ids.equal(ids.to(saved.input_ids.device))
     assert "prompt 3 tokens" in said[0].err
     assert "prompt 3 tokens" in said[1].err  # the last token of the answer and two more
-    assert call(monkeypatch, "generate", folder, "--prompt", "w3", "--session", session, "--cache-bits", "4") == 2
+    assert typed(monkeypatch, "generate", folder, "--prompt", "w3", "--session", session, "--cache-bits", "4") == 2
     assert f"in {bits or 16} bits, the model has 4" in capsys.readouterr().err
 
 
@@ -293,7 +275,7 @@ def test_generate_refuses(
 ) -> None:
     places = {"folder": folder, "empty": tmp_path}
     for arguments, said in REFUSED:
-        assert call(monkeypatch, "generate", *(argument.format(**places) for argument in arguments)) == 2, arguments
+        assert typed(monkeypatch, "generate", *(argument.format(**places) for argument in arguments)) == 2, arguments
         assert said in capsys.readouterr().err, arguments
 
 
@@ -315,33 +297,28 @@ def without_table(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (cut("model.safetensors", 5000), "the model cannot be loaded (Error while deserializing header"),
-        (cut("model.safetensors", 0), "the model cannot be loaded"),
-        (
-            without("model.layers.1.self_attn.q_proj.weight"),
-            "lack 1 tensors of the model, such as 'model.layers.1.self",
-        ),
-        (without_table, "config.json cannot be loaded (deltanet: missing key"),
-        (cut("config.json", 10), "config.json cannot be loaded"),
-        (cut("tokenizer.json", 10), "its tokenizer cannot be loaded"),
-        (lambda folder: (folder / "tokenizer.json").write_text("[]"), "its tokenizer cannot be loaded"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer; copy tokenizer.json"),
-    ],
-)
+DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
+    (cut("model.safetensors", 5000), "the model cannot be loaded (Error while deserializing header"),
+    (cut("model.safetensors", 0), "the model cannot be loaded"),
+    (
+        without("model.layers.1.self_attn.q_proj.weight"),
+        "lack 1 tensors of the model, such as 'model.layers.1.self",
+    ),
+    (without_table, "config.json cannot be loaded (deltanet: missing key"),
+    (cut("config.json", 10), "config.json cannot be loaded"),
+    (cut("tokenizer.json", 10), "its tokenizer cannot be loaded"),
+    (lambda folder: (folder / "tokenizer.json").write_text("[]"), "its tokenizer cannot be loaded"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer; copy tokenizer.json"),
+]
+
+
 def test_generate_refuses_a_damaged_folder(
-    change: Callable[[Path], Any],
-    said: str,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
-    change(damaged)
-    assert call(monkeypatch, "generate", damaged, "--prompt", "x") == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"error: {damaged}: ")
-    assert said in error
+    for number, (change, said) in enumerate(DAMAGED):
+        damaged = Path(shutil.copytree(folder, tmp_path / str(number)))
+        change(damaged)
+        assert typed(monkeypatch, "generate", damaged, "--prompt", "x") == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"error: {damaged}: ")
+        assert said in error

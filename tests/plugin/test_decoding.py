@@ -20,11 +20,7 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "faithful": {},
     "qwen3_5": {},
     "rope after conv": {"conv_size": 3, "qk_activation": "silu"},
-    "grouped heads": {"expand_kv": False},
     "grouped heads, conv": {"expand_kv": False, "conv_size": 4, "rope": False},
-    "no gate": {"output_gate": False, "conv_size": 0},
-    "low-rank gate": {"output_gate_rank": 3},
-    "centred": {"k_offset": True, "allow_neg_eigval": True},
     "grouped heads, centred": {"expand_kv": False, "k_offset": True, "conv_size": 4, "allow_neg_eigval": True},
     "no norm": {"output_norm": "none", "v_activation": "silu"},
     "gated_linear": {"mixer": "gated_linear", "qk_activation": "silu"},
@@ -33,7 +29,6 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "linear+window": {"mixer": "linear+window", "window": 3, "sinks": 1, "state_dtype": "float32", "delayed": False},
     "deltanet": {"mixer": "deltanet", "allow_neg_eigval": True},
 }
-UNERASED = ("gated_linear", "retention", "linear", "linear+window")
 
 
 @pytest.fixture
@@ -78,18 +73,6 @@ def test_steps_equal_the_separate_operators_and_the_prefill(wiring: str, taken: 
         assert one.get_seq_length() == other.get_seq_length() == 12
 
 
-@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5", *UNERASED[:3]])
-def test_generation_of_a_padded_batch_draws_the_same_tokens(wiring: str, taken: list[tuple[int, ...]]) -> None:
-    model = student(wiring, "llama")
-    mask = torch.ones_like(TOKENS)
-    mask[1, :5] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    fused = model.generate(TOKENS, **options)
-    assert len(taken) == 5 * len(HYBRID)
-    with plain_form():
-        assert fused.tolist() == model.generate(TOKENS, **options).tolist()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("wiring", ["faithful", "qwen3_5"])
 def test_a_compiled_step_with_a_static_cache_equals_the_prefill(wiring: str) -> None:
@@ -107,7 +90,7 @@ def test_a_compiled_step_with_a_static_cache_equals_the_prefill(wiring: str) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5", "retention"])
+@pytest.mark.parametrize("wiring", ["qwen3_5", "retention"])
 def test_steps_in_low_precision_err_no_more_than_the_separate_operators(
     wiring: str, taken: list[tuple[int, ...]]
 ) -> None:
@@ -127,7 +110,7 @@ def test_steps_in_low_precision_err_no_more_than_the_separate_operators(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("wiring", ["faithful", *UNERASED])
+@pytest.mark.parametrize("wiring", ["faithful", "linear+window"])
 def test_steps_leave_a_rounded_state_alone_at_padding(wiring: str, taken: list[tuple[int, ...]]) -> None:
     model = student(wiring, state_dtype="bfloat16")
     cache = DynamicCache(config=model.config)
@@ -181,7 +164,7 @@ def test_offloaded_parameters_are_not_read_directly(taken: list[tuple[int, ...]]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("part", ["decay", "conv1d", "norm"])
+@pytest.mark.parametrize("part", ["decay", "conv1d"])
 def test_parts_that_an_adapter_replaces_are_called(part: str, taken: list[tuple[int, ...]]) -> None:
     adapted = get_peft_model(tiny_student("llama", "qwen3_5"), LoraConfig(r=2, modules_to_save=[f"self_attn.{part}"]))
     for name, parameter in adapted.named_parameters():

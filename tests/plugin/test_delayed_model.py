@@ -4,7 +4,6 @@ has the logits of reading the same tokens at once."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf import LayerTable
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import set_cache_bits
-from support.float64 import Float64
 from support.tiny_models import mixed_heads, tiny_mixture
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 IDS = torch.randint(3, 97, (2, 140), generator=torch.Generator().manual_seed(4))
 PROMPT, NEW, PADDED = 60, 40, 9  # the groups of the tokens 64 and 96 begin within the new ones
@@ -28,12 +28,6 @@ OPTIONS: dict[str, Any] = {
     "return_dict_in_generate": True,
     "output_logits": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with Float64():
-        yield
 
 
 def student(window: int, bits: int) -> PreTrainedModel:

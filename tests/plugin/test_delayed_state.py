@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,18 +20,13 @@ from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
-from support.float64 import Float64
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 GROUP = 32
 DELAYING = [name for name, kind in MIXERS.items() if issubclass(kind, DeltaRule) and kind.may_delay]
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with Float64():
-        yield
 
 
 def layer(mixer: str = "gated_deltanet", window: int = 33, bits: int = 16, **changes: Any) -> tuple[Any, Mixer]:

@@ -99,7 +99,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +116,6 @@ def logits(model: PreTrainedModel, tokens: torch.Tensor, **kwargs: object) -> to
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
-
-
-@every_mixer
-def test_loads_without_missing_or_unexpected_keys(folder: Path) -> None:
-    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert not info["mismatched_keys"]
 
 
 @every_mixer
@@ -179,11 +173,6 @@ def test_chunked_prefill_equals_one_shot(model: PreTrainedModel, tokens: torch.T
     chunks = [logits(model, part, past_key_values=cache, use_cache=True) for part in tokens.split([7, 1, 11], dim=1)]
     close(torch.cat(chunks, dim=1), logits(model, tokens))
     assert cache.get_seq_length() == LENGTH
-
-
-@mixers_in_full
-def test_one_row_equals_many(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    close(torch.cat([logits(model, row) for row in tokens.split(1)]), logits(model, tokens))
 
 
 @mixers_in_full

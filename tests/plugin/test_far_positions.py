@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.decoding import decoded_by, fixed_cache
 from deltanet_hf.decoding.prompts import read_prompt
-from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import UserError
 from deltanet_hf.fast import FastDecoder, fast_form, packed
 from deltanet_hf.mixers.cache.argument import CACHE
@@ -220,16 +218,6 @@ def test_cut_distances_change_nothing_within_the_teachers_positions(recorder: Re
     assert decoded_by(cut) == "separate launches: model.rotary_emb: its rotary embedding depends on the length"
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    made, threads = Recorder(), torch.get_num_threads()
-    monkeypatch.setitem(RECORDERS, "cpu", made)
-    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (64, 96))
-    torch.set_num_threads(1)
-    yield made
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(("kind", "bits"), [("yarn", 16), ("yarn", 4), ("nope", 4)])
 def test_a_recorded_step_passes_the_bound(kind: str, bits: int, recorder: Recorder) -> None:
     """Recorded at position 9, replayed to 60: sinks are bounded from 43 on."""
@@ -257,7 +245,8 @@ def test_a_step_that_is_recorded_for_short_texts_turns_nothing(
 
 
 @torch.inference_mode()
-def test_a_recorded_prompt_passes_the_bound(recorder: Recorder) -> None:
+def test_a_recorded_prompt_passes_the_bound(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (64, 96))
     with Float64():
         model = far("yarn", 4).double()
         for length in (96, 70):

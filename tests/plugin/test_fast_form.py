@@ -123,63 +123,45 @@ def test_softmax_models_have_one(family: str) -> None:
     torch.testing.assert_close(torch.cat(logits, dim=1), wanted, **ROUNDING)
 
 
+class OtherParameter(nn.Parameter):
+    pass
+
+
 def hook(model: Any) -> Any:
     return model.model.layers[0].self_attn.conv1d.register_forward_hook(lambda *_: None)
 
 
-def replace_a_forward(model: Any) -> None:
-    block = model.model.layers[1].mlp
-    block.forward = block.forward
+SPOILED: list[tuple[Callable[[Any], Any], str]] = [
+    (hook, "model.layers.0.self_attn.conv1d: it has forward hooks"),
+    (
+        lambda model: setattr(model.model.layers[1].mlp, "forward", model.model.layers[1].mlp.forward),
+        "model.layers.1.mlp: its forward is compiled or replaced",
+    ),
+    (
+        lambda model: model.model.norm.compile(backend="eager"),
+        "model.norm: its forward is compiled or replaced",
+    ),
+    (lambda model: model.model.layers[-1].mlp.train(), "model.layers.3.mlp: it is in training mode"),
+    (switch_off_state, "model.layers.0.self_attn.window_branch: its method share is replaced"),
+    (
+        lambda model: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval(),
+        "model.layers.0.self_attn.q_proj: its adapter is not merged",
+    ),
+    (
+        lambda model: setattr(model.model.norm, "weight", OtherParameter(model.model.norm.weight.detach())),
+        "weights are sharded, or of another class than nn.Parameter",
+    ),
+]
 
 
-def train_a_part(model: Any) -> None:
-    model.model.layers[-1].mlp.train()
-
-
-def compile_a_norm(model: Any) -> None:
-    model.model.norm.compile(backend="eager")
-
-
-def adapt(model: Any) -> None:
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval()
-
-
-def another_norm(model: Any) -> None:
-    norm = model.model.layers[2].input_layernorm
-    norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": "mine"})
-
-
-def another_layer(model: Any) -> None:
-    layer = model.model.layers[2]
-    layer.__class__ = type("LlamaDecoderLayer", (type(layer),), {"__module__": "mine"})
-
-
-def another_parameter(model: Any) -> None:
-    class Other(nn.Parameter):
-        pass
-
-    model.model.norm.weight = Other(model.model.norm.weight.detach())
-
-
-SPOILED = {
-    hook: "model.layers.0.self_attn.conv1d: it has forward hooks",
-    replace_a_forward: "model.layers.1.mlp: its forward is compiled or replaced",
-    compile_a_norm: "model.norm: its forward is compiled or replaced",
-    train_a_part: "model.layers.3.mlp: it is in training mode",
-    switch_off_state: "model.layers.0.self_attn.window_branch: its method share is replaced",
-    adapt: "model.layers.0.self_attn.q_proj: its adapter is not merged",
-    another_parameter: "weights are sharded, or of another class than nn.Parameter",
-}
-
-
-@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
-def test_what_is_put_around_a_module_counts(spoil: Any) -> None:
+@pytest.mark.parametrize(("spoil", "reason"), SPOILED, ids=[reason for _, reason in SPOILED])
+def test_what_is_put_around_a_module_counts(spoil: Any, reason: str) -> None:
     """After a call too, and no longer than it is there."""
     model = tiny_student("llama", window=3, sinks=2).to(DEVICE)
     read(model, (14,))
     assert isinstance(fast_form(model), FastDecoder)
     handle = spoil(model)
-    assert fast_form(model) == SPOILED[spoil]
+    assert fast_form(model) == reason
     with plain_form():
         wanted = read(model, (9, 5))
     assert torch.equal(read(model, (9, 5)), wanted)
@@ -210,25 +192,15 @@ def test_a_method_of_a_class_may_be_replaced(name: str, monkeypatch: pytest.Monk
     assert isinstance(fast_form(model), FastDecoder)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (another_norm, "LlamaRMSNorm is no known norm"),
-        (another_layer, "LlamaDecoderLayer is no decoder layer of a supported family"),
-    ],
-)
-def test_classes_that_are_not_known(spoil: Any, reason: str) -> None:
-    model = tiny_student("llama")
-    spoil(model)
-    assert next(reasons(model)) == reason
-
-
-def test_a_hook_is_called() -> None:
-    model, seen = tiny_student("llama").to(DEVICE), []
-    read(model, (3,))
-    model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    read(model, (3, 1))
-    assert len(seen) == 2
+def test_classes_that_are_not_known() -> None:
+    for name, reason in (
+        ("LlamaRMSNorm", "LlamaRMSNorm is no known norm"),
+        ("LlamaDecoderLayer", "LlamaDecoderLayer is no decoder layer of a supported family"),
+    ):
+        model = tiny_student("llama")
+        module = next(module for module in model.modules() if type(module).__name__ == name)
+        module.__class__ = type(name, (type(module),), {"__module__": "mine"})
+        assert next(reasons(model)) == reason
 
 
 def test_hidden_states_and_attentions_are_returned() -> None:

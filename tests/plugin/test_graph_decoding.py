@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 
 from deltanet_hf import LayerTable
 from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs, serve
-from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.attention import single_query
@@ -41,18 +39,11 @@ from support.tiny_models import (
     tiny_teacher,
 )
 
+pytestmark = pytest.mark.usefixtures("recorder")
+
 TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
 ALIKE = ("linear", "retention", "gated_linear", "gla", "deltanet", "alibi")  # their steps are those of other mixers
 IN_FULL = ("llama", "mistral", "gemma3_text")  # one mask, one sliding mask, one mask per kind of layer
-
-
-@pytest.fixture(autouse=True)
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    made, threads = Recorder(), torch.get_num_threads()
-    monkeypatch.setitem(RECORDERS, "cpu", made)
-    torch.set_num_threads(1)  # such small operations wait for each other's threads longer than they compute
-    yield made
-    torch.set_num_threads(threads)
 
 
 def padding(side: str, rows: int = 2) -> torch.Tensor:

@@ -6,9 +6,8 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -129,24 +128,21 @@ def test_a_full_disk(hub: LocalHub) -> None:
     assert [path for path, _ in hub.fetched] == [SINGLE_FILE]
 
 
-@pytest.mark.parametrize(
-    ("error", "parts"),
-    [
+def test_errors_of_the_system(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[tuple[Exception, list[str]]] = [
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ["full", "HF_HOME"]),
         (RuntimeError("Data processing error: No space left on device (os error 28)"), ["full", "HF_HOME"]),
         (OSError(errno.EROFS, "Read-only file system", "/cache/x"), ["cannot be written", "HF_HOME"]),
         (PermissionError(errno.EACCES, "Permission denied"), ["PermissionError", "network"]),  # of a socket
         (KeyError("sha"), ["KeyError", "HF_ENDPOINT"]),
-    ],
-)
-def test_errors_of_the_system(
-    hub: LocalHub, monkeypatch: pytest.MonkeyPatch, error: Exception, parts: list[str]
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
+    ]
+    for error, parts in errors:
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    refused(*parts)
+        def fail(*args: object, error: Exception = error, **kwargs: object) -> None:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        refused(*parts)
 
 
 @pytest.mark.parametrize(
@@ -207,40 +203,34 @@ def test_offline(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     refused("revision 'v2'", "HF_HUB_OFFLINE is set", revision="v2")
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda files: files.update(sharded(t0="third.safetensors")), "'third.safetensors'"),
-        (lambda files: files.update(sharded(t0="../x.safetensors")), "'../x.safetensors'"),
-        (lambda files: files.update(sharded(t0="/etc/x.safetensors")), "'/etc/x.safetensors'"),
-        (lambda files: files.update(sharded(t0="*.safetensors")), "'*.safetensors'"),
-        (lambda files: files.update(sharded(t0="x.bin")), "'x.bin'"),
-        (lambda files: files.update(sharded(t0=3)), "does not say where the tensors are"),
-        (lambda files: files.update(sharded(t0=["x"])), "does not say where the tensors are"),
-        (lambda files: files.update({INDEX_FILE: b"{"}), "does not say where the tensors are"),
-        (lambda files: files.update({INDEX_FILE: b"\xff"}), "does not say where the tensors are"),
-        (lambda files: files.update({INDEX_FILE: b"[]"}), "does not say where the tensors are"),
-        (lambda files: files.update({INDEX_FILE: b'{"weight_map": 3}'}), "does not say where the tensors are"),
-        (lambda files: files.pop("model-00002-of-00002.safetensors"), "'model-00002-of-00002.safetensors'"),
-    ],
-)
-def test_a_wrong_index(hub: LocalHub, change: Callable[[Files], Any], part: str) -> None:
-    files = sharded()
-    change(files)
-    hub.add(REPO, files)
-    refused(INDEX_FILE, part, "choose another revision")
+def test_a_wrong_index(hub: LocalHub) -> None:
+    nowhere = "does not say where the tensors are"
+    rows = [(sharded(t0="third.safetensors"), "'third.safetensors', which the repository does not have")]
+    for name in ("../x.safetensors", "/etc/x.safetensors", "*.safetensors", "x.bin"):
+        rows.append((sharded(t0=name), f"'{name}', which is no .safetensors file beside it"))
+    rows += [(sharded(t0=3), nowhere), (sharded(t0=["x"]), nowhere)]
+    rows += [({**sharded(), INDEX_FILE: text}, nowhere) for text in (b"{", b"\xff", b"[]", b'{"weight_map": 3}')]
+    second = "model-00002-of-00002.safetensors"
+    rows += [({name: data for name, data in sharded().items() if name != second}, f"'{second}'")]
+    for number, (files, part) in enumerate(rows):
+        hub.add(f"someone/{number}", files)
+        refused(INDEX_FILE, part, "choose another revision", repo=f"someone/{number}")
 
 
-@pytest.mark.parametrize("files", [{"config.json": b"{}", "pytorch_model.bin": b""}, {"config.json": b"{}"}])
-def test_no_safetensors(hub: LocalHub, files: Files) -> None:
-    hub.add(REPO, files)
-    refused("pickled weights are refused", "save_pretrained")
-    assert [path for path, _ in hub.fetched] == ["config.json"]
+def test_no_safetensors(hub: LocalHub) -> None:
+    for repo, files in {
+        "a/pickled": {"config.json": b"{}", "pytorch_model.bin": b""},
+        "a/b": {"config.json": b"{}"},
+    }.items():
+        hub.add(repo, files)
+        hub.fetched.clear()
+        refused("pickled weights are refused", "save_pretrained", repo=repo)
+        assert [path for path, _ in hub.fetched] == ["config.json"]
 
 
-@pytest.mark.parametrize("name", ["../../../../evil.json", "/evil.json", "a/../../../../../evil.json"])
-def test_a_hub_cannot_write_outside_its_cache(hub: LocalHub, tmp_path: Path, name: str) -> None:
-    hub.add(REPO, {**one_file(), name: b"evil"})
-    refused("cannot be downloaded")
-    assert not [file for file in tmp_path.rglob("*") if file.name == "evil.json"]
-    assert not Path("/evil.json").exists()
+def test_a_hub_cannot_write_outside_its_cache(hub: LocalHub, tmp_path: Path) -> None:
+    for number, name in enumerate(("../../../../evil.json", "/evil.json", "a/../../../../../evil.json")):
+        hub.add(f"someone/{number}", {**one_file(), name: b"evil"})
+        refused("cannot be downloaded", repo=f"someone/{number}")
+        assert not [file for file in tmp_path.rglob("*") if file.name == "evil.json"]
+        assert not Path("/evil.json").exists()

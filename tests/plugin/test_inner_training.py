@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf import LayerTable
-from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.inner_training.mesa import MesaRidge
 from support.refusals import assert_refused
@@ -41,19 +40,6 @@ def test_prompts_that_end_anywhere_in_a_mini_batch(model: PreTrainedModel) -> No
         cache = DynamicCache(config=model.config)
         parts = [model(x, past_key_values=cache, use_cache=True).logits for x in TOKENS.split(lengths, dim=1)]
         close(torch.cat(parts, dim=1), wanted)
-
-
-@torch.no_grad()
-def test_padding_static_caches_and_packing(model: PreTrainedModel) -> None:
-    mask = torch.ones_like(TOKENS)
-    mask[1, :6] = 0
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    found = model.generate(TOKENS, attention_mask=mask, **options)
-    assert found[1, 6:].tolist() == model.generate(TOKENS[1:, 6:], **options)[0].tolist()
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert model.generate(TOKENS, attention_mask=mask, **static, **options).tolist() == found.tolist()
-    wanted = torch.cat([model(part).logits for part in TOKENS[:1].split([6, 1, 12], dim=1)], dim=1)
-    close(model(TOKENS[:1], cu_seq_lens_q=torch.tensor([0, 6, 7, 19], dtype=torch.int32)).logits, wanted)
 
 
 def test_gradients_reach_every_parameter(model: PreTrainedModel) -> None:
@@ -135,9 +121,3 @@ def test_wrong_settings_are_named() -> None:
         preset,
         [({"mixer": mixer, name: value}, ValueError, rf"^{mixer}\.{name}: got ") for mixer, name, value in rows],
     )
-
-
-@pytest.mark.parametrize("mixer", ["mesa", "ttt", "titans"])
-def test_none_of_them_is_qwen3_5s_layer(mixer: str) -> None:
-    with pytest.raises(ValueError, match=f"but {mixer} has only faithful; .* take the mixer gated_deltanet"):
-        MIXERS[mixer].default_settings("qwen3_5")

@@ -106,26 +106,16 @@ def test_softmax_layers_and_blocks_make_one_product_each() -> None:
     assert apart.count - joint.count == 3 * 4
 
 
-def freeze_a_part(model: Any) -> None:
-    model.model.layers[0].mlp.requires_grad_(False)
-
-
-def keep_a_gradient(model: Any) -> None:
-    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
-
-
-def replace_a_forward(model: Any) -> None:
-    layer = model.model.layers[1]
-    layer.forward = layer.forward
-
-
-@pytest.mark.parametrize("spoil", [freeze_a_part, keep_a_gradient, replace_a_forward])
-def test_a_model_that_may_be_trained_stays_in_place(spoil: Any) -> None:
-    model = tiny_student("llama")
-    spoil(model)
-    before = [parameter.data_ptr() for parameter in model.parameters()]
-    join(model).generate(TOKENS, max_new_tokens=2)
-    assert before == [parameter.data_ptr() for parameter in model.parameters()]
+def test_a_model_that_may_be_trained_stays_in_place() -> None:
+    """One with frozen parts, with gradients, or with another forward."""
+    frozen, pulled, replaced = (tiny_student("llama") for _ in range(3))
+    frozen.model.layers[0].mlp.requires_grad_(False)
+    pulled.lm_head.weight.grad = torch.zeros_like(pulled.lm_head.weight)
+    replaced.model.layers[1].forward = replaced.model.layers[1].forward
+    for model in (frozen, pulled, replaced):
+        before = [parameter.data_ptr() for parameter in model.parameters()]
+        join(model).generate(TOKENS, max_new_tokens=2)
+        assert before == [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def test_a_model_whose_training_is_over_is_joined() -> None:
@@ -167,37 +157,23 @@ def test_a_call_makes_one_product_and_no_copies() -> None:
             assert found[0].stride() == (112, 56, 1)  # 49 outputs, and 7 that mean nothing
 
 
-def spoil_gradient(linears: list[nn.Linear]) -> None:
-    linears[1].weight.grad = torch.zeros_like(linears[1].weight)
-
-
-def spoil_memory(linears: list[nn.Linear]) -> None:
-    linears[0].weight.data = torch.zeros(8, 16)[:4]
-
-
-def spoil_dtype(linears: list[nn.Linear]) -> None:
-    linears[0].double()
-
-
-def spoil_device(linears: list[nn.Linear]) -> None:
-    linears[0].to("meta")
-
-
-def spoil_class(linears: list[nn.Linear]) -> None:
-    linears[0].__class__ = type("Linear", (nn.Linear,), {})
-
-
-def spoil_width(linears: list[nn.Linear]) -> None:
-    linears[0].weight = nn.Parameter(torch.zeros(4, 8))
+SPOILT: dict[str, Callable[[nn.Linear], object]] = {
+    "gradient": lambda linear: setattr(linear.weight, "grad", torch.zeros_like(linear.weight)),
+    "memory": lambda linear: setattr(linear.weight, "data", torch.zeros(8, 16)[:4]),
+    "dtype": lambda linear: linear.double(),
+    "device": lambda linear: linear.to("meta"),
+    "class": lambda linear: setattr(linear, "__class__", type("Linear", (nn.Linear,), {})),
+    "width": lambda linear: setattr(linear, "weight", nn.Parameter(torch.zeros(4, 8))),
+}
 
 
 def test_what_cannot_be_moved_stays() -> None:
-    for spoil in (spoil_gradient, spoil_memory, spoil_dtype, spoil_device, spoil_class, spoil_width):
+    for name, spoil in SPOILT.items():
         linears = [nn.Linear(16, 4, bias=False) for _ in range(3)]
-        spoil(linears)
+        spoil(linears[0])
         before = [linear.weight.data_ptr() for linear in linears]
-        assert JointProjection(linears, True).weight is None, spoil
-        assert before == [linear.weight.data_ptr() for linear in linears], spoil
+        assert JointProjection(linears, True).weight is None, name
+        assert before == [linear.weight.data_ptr() for linear in linears], name
 
 
 def test_replaced_and_moved_weights_are_honoured() -> None:

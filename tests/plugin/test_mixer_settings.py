@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, StaticCache
@@ -59,17 +58,6 @@ def test_the_layer_is_the_recurrence_on_centred_keys(strength: int, qk_activatio
 
 
 @torch.no_grad()
-def test_an_offset_changes_no_softmax_and_centring_changes_the_state() -> None:
-    mixer = mixer_of(tiny_student("llama", k_offset=True, **BARE).double())
-    q, k, _ = mixer.project_qkv(inputs(), None)
-    plain, centred = (torch.einsum("bthd,bshd->bhts", q, keys).softmax(-1) for keys in (k, mixer.k_offset(k)))
-    torch.testing.assert_close(centred, plain, rtol=1e-12, atol=1e-12)
-    before, _ = mixer(inputs())
-    mixer.k_offset.weight.zero_()
-    assert (mixer(inputs())[0] - before).abs().max() > 1e-2
-
-
-@torch.no_grad()
 def test_the_writes_of_a_token_share_the_offset_of_their_head() -> None:
     part = KeyOffset(2, 3)
     part.weight.copy_(torch.arange(6.0).view(2, 3))
@@ -97,26 +85,10 @@ def test_a_strength_above_1_turns_what_was_stored(mixer: dict[str, Any]) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reflections_at_one_key_keep_the_size_of_the_state(dtype: torch.dtype) -> None:
-    """A value that every token turns round is still there after 1,024 of them, with the right sign."""
-    layer = mixer_of(tiny_student("llama", allow_neg_eigval=True, qk_activation="none", **BARE))
-    key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    k, v = key.expand(1, 1024, -1, -1), torch.cat([value, torch.zeros(1, 1023, 4, 8, dtype=dtype)], dim=1)
-    beta = layer.strength(torch.full((1, 1024, 4), 1e4))
-    beta[:, 0] = 1
-    assert beta[:, 1:].eq(2).all()
-    output, _ = layer.mix(MixCall(k, k, v, (torch.zeros(1, 1024, 4), beta)))
-    signs = 1 - 2 * (torch.arange(1024) % 2).view(1, 1024, 1, 1)
-    torch.testing.assert_close(output * signs, output[:, :1].expand_as(output), rtol=2e-2, atol=2e-3)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mixer", MIXERS, ids=["gated_deltanet", "deltaproduct"])
-def test_a_bfloat16_state_costs_half_and_is_rounded_after_each_call(mixer: dict[str, Any], family: str) -> None:
-    full = tiny_student(family, conv_size=0, **mixer)
-    half = tiny_student(family, conv_size=0, state_dtype="bfloat16", **mixer)
+def test_a_bfloat16_state_costs_half_and_is_rounded_after_each_call(mixer: dict[str, Any]) -> None:
+    full = tiny_student("qwen3", conv_size=0, **mixer)
+    half = tiny_student("qwen3", conv_size=0, state_dtype="bfloat16", **mixer)
     half.load_state_dict(full.state_dict())
     caches = [DynamicCache(config=model.config) for model in (full, half)]
     logits = [
@@ -161,13 +133,9 @@ def test_a_step_on_a_bfloat16_state_is_the_step_on_its_values(expand_kv: bool) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "mixtral"])
-def test_a_bfloat16_state_in_generation(family: str) -> None:
+def test_a_bfloat16_state_in_generation() -> None:
     """Left-padded generation beside the full forward pass, whose states are not rounded between the tokens."""
-    # With seed 0, the rounding gives a token of mixtral other experts.
-    model = tiny_student(
-        family, seed=int(family == "mixtral"), state_dtype="bfloat16", k_offset=True, allow_neg_eigval=True
-    )
+    model = tiny_student("gemma3_text", state_dtype="bfloat16", k_offset=True, allow_neg_eigval=True)
     mask = torch.ones_like(TOKENS)
     mask[0, :5] = 0
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
@@ -180,7 +148,7 @@ def test_a_bfloat16_state_in_generation(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_bfloat16_state_stays_close_in_every_dtype_and_at_its_address(dtype: torch.dtype) -> None:
     model = tiny_student("llama", "faithful", HYBRID, state_dtype="bfloat16", k_offset=True).to(dtype)
     wanted = model(TOKENS).logits[:, 8:]
@@ -192,35 +160,6 @@ def test_a_bfloat16_state_stays_close_in_every_dtype_and_at_its_address(dtype: t
         assert error < (0.03 if dtype == torch.bfloat16 else 0.01)
         assert [cache.layers[i].state["state"].data_ptr() for i in HYBRID] == addresses
         assert {cache.layers[i].state["state"].dtype for i in HYBRID} == {torch.bfloat16}
-
-
-@torch.no_grad()
-def test_an_adapter_may_replace_the_offset() -> None:
-    base = tiny_student("llama", k_offset=True)
-    adapted = get_peft_model(base, LoraConfig(r=2, modules_to_save=["k_offset"]))
-    before = adapted(TOKENS).logits
-    saved = [p for name, p in adapted.named_parameters() if "k_offset.modules_to_save" in name]
-    assert len(saved) == LAYERS
-    for parameter in saved:
-        parameter.mul_(0.5)
-    cache = DynamicCache(config=adapted.config)
-    adapted(TOKENS[:, :8], past_key_values=cache, use_cache=True)
-    steps = [adapted(TOKENS[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(8, 12)]
-    wanted = adapted(TOKENS).logits
-    assert (wanted - before).abs().max() > 1e-2
-    torch.testing.assert_close(torch.cat(steps, dim=1), wanted[:, 8:], rtol=2e-4, atol=2e-4)
-
-
-def test_gradients_reach_the_offset_also_under_autocast() -> None:
-    model = tiny_student("llama", k_offset=True, allow_neg_eigval=True)
-    exact = model(TOKENS, labels=TOKENS).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(TOKENS, labels=TOKENS).loss
-    loss.backward()
-    torch.testing.assert_close(loss.float(), exact, rtol=3e-2, atol=0)
-    gradients = [p.grad for name, p in model.named_parameters() if "k_offset" in name]
-    assert len(gradients) == LAYERS
-    assert all(g is not None and g.abs().sum() > 0 for g in gradients)
 
 
 def test_old_tables_have_the_settings_off() -> None:
@@ -245,6 +184,7 @@ def test_wrong_values_are_named() -> None:
         ({"state_dtype": "int8"}, "state_dtype: got int8, which needs delayed; take float32 or bfloat16"),
         ({"late_writes": 8}, "late_writes: unknown key"),
     ]
+    rows += [({"mixer": "deltaproduct", "num_householder": n}, ".*at least 1") for n in (0, True, "two")]
     preset = functools.partial(LayerTable.preset, LAYERS)
     assert_refused(preset, [(change, ValueError, message) for change, message in rows])
 

@@ -28,12 +28,8 @@ from transformers import (
 
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
-from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.version import install_command
 from support.refusals import assert_refused
 from support.tiny_models import (
     HYBRID,
@@ -54,23 +50,9 @@ def tokens() -> torch.Tensor:
     return torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(params=["faithful", "qwen3_5", "mixture"])
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    if request.param == "mixture":
-        return tiny_mixture("llama", mixture_table())
-    return tiny_student("llama", request.param, HYBRID)
-
-
-def test_state_does_not_grow_with_context(tokens: torch.Tensor) -> None:
-    model = tiny_student("llama", "qwen3_5")
-    sizes = []
-    for length in (5, 21):
-        cache = DynamicCache(config=model.config)
-        model(tokens[:, :length], past_key_values=cache, use_cache=True)
-        assert all(isinstance(layer, MixerCacheLayer) for layer in cache.layers)
-        sizes.append(cache_bytes(cache))
-    heads, size, channels = 4, 8, 3 * 4 * 8
-    assert sizes == [LAYERS * 2 * 4 * (heads * size * size + channels * 3)] * 2
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_mixture("llama", mixture_table())
 
 
 def test_a_cache_made_without_config_works(model: PreTrainedModel, tokens: torch.Tensor) -> None:
@@ -79,9 +61,7 @@ def test_a_cache_made_without_config_works(model: PreTrainedModel, tokens: torch
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "table", [tiny_table(), tiny_table(layers=HYBRID), mixture_table()], ids=["all", "hybrid", "mixture"]
-)
+@pytest.mark.parametrize("table", [tiny_table(), mixture_table()], ids=["all", "mixture"])
 def test_static_cache_equals_dynamic(table: LayerTable, tokens: torch.Tensor) -> None:
     model = tiny_mixture("qwen3", table)
     mask = torch.ones_like(tokens)
@@ -114,56 +94,9 @@ def test_a_static_cache_is_as_good_beyond_the_sliding_window_of_all_layers(name:
     assert static.tolist() == model.generate(tokens, **options).tolist()
 
 
-def test_static_cache_keeps_its_addresses(tokens: torch.Tensor) -> None:
-    model = tiny_student("llama", "qwen3_5")
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    model(tokens, past_key_values=cache, use_cache=True)
-    addresses = [layer.state["state"].data_ptr() for layer in cache.layers]
-    model(tokens[:, :1], past_key_values=cache, use_cache=True)
-    assert [layer.state["state"].data_ptr() for layer in cache.layers] == addresses
-    cache.reset()
-    assert int(cache.get_seq_length()) == 0
-    again = model(tokens, past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(again, model(tokens).logits, rtol=2e-4, atol=2e-4)
-
-
-def test_cache_batch_operations(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    cache = DynamicCache(config=model.config)
-    model(tokens, past_key_values=cache, use_cache=True)
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([3, 0]))
-    swapped = model(tokens[[1, 0], :1], past_key_values=cache, use_cache=True).logits
-    plain = model(torch.cat([tokens, tokens[:, :1]], dim=1)).logits[[1, 0], -1:]
-    torch.testing.assert_close(swapped, plain, rtol=2e-4, atol=2e-4)
-
-
-def test_cropping_is_refused_where_the_past_was_not_recorded(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    cache = DynamicCache(config=model.config)
-    model(tokens, past_key_values=cache, use_cache=True)
-    cache.layers[HYBRID[0]].crop(0)
-    with pytest.raises(ValueError, match="recurrent state holds no history"):
-        cache.crop(-1)
-
-
-def test_sampling_is_reproducible(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        drawn.append(model.generate(tokens, max_new_tokens=8, do_sample=True, num_return_sequences=2).tolist())
-    assert drawn[0] == drawn[1]
-
-
-def test_generate_with_chunked_prefill(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    assert (
-        model.generate(tokens, prefill_chunk_size=8, **options).tolist() == model.generate(tokens, **options).tolist()
-    )
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_masks_of_both_attention_implementations(implementation: str, tokens: torch.Tensor, tmp_path: Path) -> None:
+def test_masks_of_eager_attention(tokens: torch.Tensor, tmp_path: Path) -> None:
     tiny_student("gemma3_text", "qwen3_5", HYBRID).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     mask = torch.ones_like(tokens)
     mask[1, :6] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -185,8 +118,6 @@ def test_packed_rows_of_a_batch_do_not_leak(model: PreTrainedModel, tokens: torc
     positions = torch.stack([torch.cat([torch.arange(9), torch.arange(12)]), torch.arange(21)])
     packed = model(tokens, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed[1:], model(tokens[1:]).logits, rtol=2e-4, atol=2e-4)
-    if not LayerTable.of(model.config).softmax:
-        torch.testing.assert_close(packed[:1, 9:], model(tokens[:1, 9:]).logits, rtol=2e-4, atol=2e-4)
 
 
 @torch.no_grad()
@@ -239,9 +170,8 @@ def test_every_parameter_gets_a_gradient(tokens: torch.Tensor) -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-@pytest.mark.parametrize("profile", ["faithful", "qwen3_5"])
-def test_autocast_over_float32_weights_trains(profile: str, tokens: torch.Tensor) -> None:
-    model = tiny_student("qwen3", profile, HYBRID).train()
+def test_autocast_over_float32_weights_trains(tokens: torch.Tensor) -> None:
+    model = tiny_student("qwen3", layers=HYBRID, mixer="deltaproduct").train()
     exact = model(tokens, labels=tokens).loss
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens, labels=tokens).loss
@@ -250,7 +180,7 @@ def test_autocast_over_float32_weights_trains(profile: str, tokens: torch.Tensor
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("make", [*(partial(tiny_student, family) for family in FAMILIES), tiny_qwen3_5])
+@pytest.mark.parametrize("make", [partial(tiny_student, "gemma3_text"), tiny_qwen3_5])
 def test_other_heads_than_a_language_model_s_are_refused(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     """Embeddings, rewards, answers, images: before, pipelines took logits for what they had asked for."""
     config = make().config
@@ -286,7 +216,7 @@ def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, t
     assert cache.layers[0].state["state"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != MixedHeads.name])
+@pytest.mark.parametrize("mixer", ["gated_deltanet+window", "kda", "fox"])
 def test_a_model_in_bfloat16_is_loaded_in_the_dtypes_of_its_file(
     mixer: str, tmp_path: Path, tokens: torch.Tensor
 ) -> None:
@@ -301,48 +231,11 @@ def test_a_model_in_bfloat16_is_loaded_in_the_dtypes_of_its_file(
     assert loaded(tokens).logits.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-@pytest.mark.parametrize("table", [tiny_table("qwen3_5", HYBRID), mixture_table()], ids=["hybrid", "mixture"])
-def test_offload_is_exact(table: LayerTable, where: str, tmp_path: Path, tokens: torch.Tensor) -> None:
-    model = tiny_mixture("qwen2", table)
-    model.save_pretrained(tmp_path / "model")
-    resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.3", "lm_head")
-    device_map = dict.fromkeys(resident, "cpu") | {f"model.layers.{i}": where for i in range(3)}
-    if where == "cpu":
-        from accelerate import cpu_offload
-
-        offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), torch.device("cpu"))
-    else:
-        offloaded = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
-        ).eval()
-        assert any(p.is_meta for p in offloaded.parameters())
-    with torch.no_grad():
-        assert torch.equal(offloaded(tokens).logits, model(tokens).logits)
-        expected = model.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None)
-        assert offloaded.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None).equal(expected)
-
-
 def test_tensor_parallel_plan_spares_converted_layers() -> None:
     plan = tiny_student("llama", "faithful", HYBRID).config.base_model_tp_plan
     attention = sorted(name for name in plan if ".self_attn." in name)
     assert attention == [f"layers.{i}.self_attn.{p}_proj" for i in (1, 3) for p in "koqv"]
     assert "layers.*.mlp.down_proj" in plan
-
-
-@pytest.mark.slow
-def test_saved_folder_needs_the_plugin_and_says_so(tmp_path: Path) -> None:
-    tiny_student("llama", "qwen3_5", HYBRID).save_pretrained(tmp_path / "model")
-    saved = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert saved["model_type"] == "deltanet_llama"
-    script = (
-        "import sys, transformers\n"
-        "sys.modules['deltanet_hf'] = None\n"
-        f"transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert run.returncode != 0
-    assert install_command() in run.stderr
 
 
 def test_shim_loads_in_a_process_that_never_imported_the_plugin(tmp_path: Path) -> None:
@@ -358,13 +251,13 @@ def test_shim_loads_in_a_process_that_never_imported_the_plugin(tmp_path: Path) 
     assert run.stdout.split() == ["DeltaNetLlamaForCausalLM", "GatedDeltaNet"], run.stderr
 
 
-@pytest.mark.parametrize("found", [None, {}])
-def test_a_config_without_its_table_is_refused(tmp_path: Path, found: dict | None) -> None:
+def test_a_config_without_its_table_is_refused(tmp_path: Path) -> None:
     tiny_student("llama").config.save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**values, "deltanet": found}))
-    with pytest.raises(ValueError, match=r"deltanet: missing key in config\.json"):
-        AutoConfig.from_pretrained(tmp_path)
+    for found in (None, {}):
+        (tmp_path / "config.json").write_text(json.dumps({**values, "deltanet": found}))
+        with pytest.raises(ValueError, match=r"deltanet: missing key in config\.json"):
+            AutoConfig.from_pretrained(tmp_path)
 
 
 def test_the_default_table_is_saved_too(tmp_path: Path) -> None:
@@ -414,9 +307,6 @@ def test_wrong_tables_name_the_key() -> None:
         type(base)(**{**base.to_dict(), "deltanet": table})
 
     assert_refused(changed, [({"path": path, "value": value}, ValueError, message) for path, value, message in WRONG])
-
-
-def test_a_missing_setting_is_named() -> None:
     table: Any = LayerTable.preset(LAYERS).to_dict()
     del table["kinds"]["linear"]["rope"]
     with pytest.raises(ValueError, match=r"deltanet\.kinds\.linear\.rope: missing key"):

@@ -15,7 +15,7 @@ from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_student
 
 IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(9))
 BESIDE: dict[str, Any] = {"window": 4, "sinks": 1}
-QUICK = ("window", "kda", "mesa+window", "titans")  # one of each way to keep parameters
+QUICK = ("window", "kda", "mesa+window", "titans", "fox", "path")  # one of each way to keep parameters
 KINDS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in (*MIXERS, "kda+window", "mesa+window")

@@ -38,7 +38,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "convolved keys": {**WINDOW, "conv_on": "k"},
     "strong writes": {"allow_neg_eigval": True},
 }
-MIXERS = ["deltaproduct", "comba", "efla", "deltanet", "kda", "linear", "mesa"]
 
 
 @pytest.fixture
@@ -84,18 +83,9 @@ def read(model: Any, lengths: tuple[int, ...] = (13,), mask: Tensor | None = Non
 
 
 @pytest.mark.skipif(ON_GPU, reason="compares the PyTorch forms")
-@pytest.mark.parametrize(
-    "changes", [*SETTINGS.values(), *({"mixer": name, **WINDOW} for name in MIXERS)], ids=[*SETTINGS, *MIXERS]
-)
+@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
 def test_on_a_cpu_every_bit_is_as_before(changes: dict[str, Any]) -> None:
     model = student(layers=(1,), **changes).bfloat16()
-    assert torch.equal(read(model, (9, 4)), apart(read, model, (9, 4)))
-
-
-@pytest.mark.skipif(ON_GPU, reason="compares the PyTorch forms")
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "olmo2", "smollm3", "qwen3"])
-def test_families_on_a_cpu(family: str) -> None:
-    model = student(family, (0, 1), **WINDOW)
     assert torch.equal(read(model, (9, 4)), apart(read, model, (9, 4)))
 
 

@@ -44,15 +44,6 @@ def test_the_figures_and_files_of_a_complete_run(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_killed_run_is_resumed_after_its_last_step(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(Killed):
-        publish_folder(out, {"sizes": (1, 2)}, filler("first", "config.json"), resume=False, overwrite=False)
-    assert not out.exists()
-    publish_folder(out, {"sizes": (1, 2)}, filler("second"), resume=True, overwrite=False)
-    assert files(out) == {"config.json": "first", "weights": "second"}
-
-
 def test_replacing_without_resuming_starts_again(tmp_path: Path) -> None:
     """How a training run publishes its final model: the folder is always written anew."""
     out = tmp_path / "final"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.decoding import forget_graphs, prompts, serve
 from deltanet_hf.decoding.prompts import read_prompt
-from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.cache_tensors import cache_tensors
-from support.float64 import Float64
 from support.replayed_step import Recorder
 from support.tiny_models import (
     mixed_mixture_table,
@@ -50,20 +48,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.fixture
-def float64() -> Iterator[None]:
-    with Float64():
-        yield
-
-
 @pytest.fixture(autouse=True)
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    made, threads = Recorder(), torch.get_num_threads()
-    monkeypatch.setitem(RECORDERS, "cpu", made)
+def lengths(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "LENGTHS", (64, 96))
-    torch.set_num_threads(1)
-    yield made
-    torch.set_num_threads(threads)
 
 
 def prompt(length: int, rows: int = 2) -> Tensor:

@@ -138,6 +138,14 @@ def test_fused_steps_of_rules_that_erase_nothing(
     torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=1e-4, atol=1e-4)
 
 
+def read(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of a prompt of 64 tokens and of three steps."""
+    tokens = torch.randint(3, 97, (1, 67), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    cache = DynamicCache(config=model.config)
+    parts = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split([64, 1, 1, 1], dim=1)]
+    return torch.cat(parts, dim=1)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "kind", "changes"),
@@ -160,18 +168,11 @@ def test_packed_caches_in_the_fast_form(
     """A prompt and three steps, beyond the window and over the end of a group of 32 tokens, beside the plain form."""
     model = tiny_mixture(family, LayerTable({"own": kind}, ("own",)), head_dim=64, **changes).to(DEVICE)
     set_cache_bits(model, 4)
-    tokens = torch.randint(3, 97, (1, 67), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-    def read() -> torch.Tensor:
-        cache = DynamicCache(config=model.config)
-        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split([64, 1, 1, 1], dim=1)]
-        return torch.cat(parts, dim=1)
-
     calls = send("triton")
     with plain_form():
-        wanted = read()
+        wanted = read(model)
     assert "prompt_inputs" not in calls
-    torch.testing.assert_close(read(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read(model), wanted, rtol=1e-4, atol=1e-4)
     assert {"prompt_inputs", "pack_prompt", "packed_step_"} <= set(calls)
 
 
@@ -182,16 +183,9 @@ def test_positions_beyond_the_teachers(bits: int, operators: set[str], send: Cal
     positions = FarPositions("yarn", 32, 128)
     table = LayerTable({"own": mixed_heads("softmax", "window", window=20, sinks=4)}, ("own",), positions=positions)
     model = set_cache_bits(tiny_mixture("llama", table, head_dim=64, max_position_embeddings=32).to(DEVICE), bits)
-    tokens = torch.randint(3, 97, (1, 67), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-    def read() -> torch.Tensor:
-        cache = DynamicCache(config=model.config)
-        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split([64, 1, 1, 1], dim=1)]
-        return torch.cat(parts, dim=1)
-
     send("torch" if bits == 16 else "triton")  # whose packed numbers are those of bfloat16
     with plain_form():
-        wanted = read()
+        wanted = read(model)
     calls = send("triton")
-    torch.testing.assert_close(read(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read(model), wanted, rtol=1e-4, atol=1e-4)
     assert operators <= set(calls)

@@ -10,7 +10,7 @@ import torch
 from accelerate import cpu_offload
 from peft import IA3Config, LNTuningConfig, LoHaConfig, LoraConfig, OFTConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
@@ -25,60 +25,21 @@ def windowed(model_type: str, window: int = 5, sinks: int = 2) -> PreTrainedMode
 
 
 @torch.no_grad()
-def test_output_depends_on_window_and_sinks_only() -> None:
-    """One layer: the last token must see exactly the last 5 tokens and the first 2."""
-    model = restrict_to_window(tiny_teacher("llama", num_hidden_layers=1), 5, 2)
-    ids = IDS[:1]
-    reference = model(ids).logits[0, -1]
-    for position in range(ids.shape[1]):
-        changed = ids.clone()
-        changed[0, position] = (changed[0, position] + 1) % 97
-        moved = not torch.equal(model(changed).logits[0, -1], reference)
-        assert moved == (position < 2 or position >= 24 - 5), position
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "qwen3"])
-def test_equals_an_explicit_4d_mask(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_a_familys_own_window_hides_the_sinks(model_type: str) -> None:
+    """Its window of 8, which half of the layers have."""
     position = torch.arange(IDS.shape[1])
     distance = position[:, None] - position
     mask = (distance >= 0) & ((distance < 5) | (position < 2))
-    ours = windowed(model_type)(IDS).logits
-    if "gemma" in model_type:  # their own window of 8 hides the sinks from half of the layers
-        local = mask & (distance < 8)
-        plain = tiny_teacher(model_type)
-        plain.set_attn_implementation("eager")
-        masks = {"full_attention": mask, "sliding_attention": local}
-        float_masks = {
-            key: torch.zeros(2, 1, 24, 24).masked_fill(~value, torch.finfo(torch.float32).min)
-            for key, value in masks.items()
-        }
-        torch.testing.assert_close(ours, plain(IDS, attention_mask=float_masks).logits, atol=2e-5, rtol=1e-4)
-        return
-    expected = tiny_teacher(model_type)(IDS, attention_mask=mask.expand(2, 1, 24, 24)).logits
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_wide_window_changes_nothing() -> None:
-    torch.testing.assert_close(windowed("llama", 24, 0)(IDS).logits, tiny_teacher("llama")(IDS).logits)
-
-
-@torch.no_grad()
-def test_generation_with_left_padding_equals_full_forward() -> None:
-    model = windowed("llama")
-    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), IDS[:1, :12]], dim=1)
-    batch = torch.cat([padded, IDS[1:, :18]])
-    mask = torch.ones_like(batch)
-    mask[0, :6] = 0
-    generated = model.generate(
-        batch, attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None
-    )
-    for row, start in ((0, 6), (1, 0)):
-        ids = batch[row : row + 1, start:]
-        for _ in range(10):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-        assert generated[row, start:].tolist() == ids[0].tolist()
+    plain = tiny_teacher(model_type)
+    plain.set_attn_implementation("eager")
+    masks = {"full_attention": mask, "sliding_attention": mask & (distance < 8)}
+    float_masks = {
+        key: torch.zeros(2, 1, 24, 24).masked_fill(~value, torch.finfo(torch.float32).min)
+        for key, value in masks.items()
+    }
+    wanted = plain(IDS, attention_mask=float_masks).logits
+    torch.testing.assert_close(windowed(model_type)(IDS).logits, wanted, atol=2e-5, rtol=1e-4)
 
 
 def reference_mask(numbers: torch.Tensor, window: int = 5, sinks: int = 2) -> torch.Tensor:
@@ -94,7 +55,7 @@ def reference_mask(numbers: torch.Tensor, window: int = 5, sinks: int = 2) -> to
     [
         (window, (0, 1, 4)[(number + shift) % 3], parts)
         for number, window in enumerate((1, 3, 5, 30))
-        for shift, parts in enumerate(([24], [1] * 24, [7, 1, 1, 9, 6], [3, 21], [23, 1]))
+        for shift, parts in enumerate(([1] * 24, [7, 1, 1, 9, 6], [3, 21]))
     ],
     ids=str,
 )
@@ -141,18 +102,6 @@ def test_distances_are_counted_in_real_tokens(side: str) -> None:
         ).logits
         wanted = model(token, past_key_values=alone, use_cache=True).logits
         torch.testing.assert_close(found[:1], wanted, atol=1e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_a_cache_that_is_reset_is_empty() -> None:
-    model = windowed("llama")
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    model(IDS, past_key_values=cache, use_cache=True)
-    addresses = [layer.state["keys"].data_ptr() for layer in cache.layers]
-    cache.reset()
-    again = model(IDS, past_key_values=cache, use_cache=True).logits
-    assert [layer.state["keys"].data_ptr() for layer in cache.layers] == addresses
-    torch.testing.assert_close(again, model(IDS, use_cache=False).logits)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,18 +11,12 @@ from transformers import DynamicCache
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
-from support.float64 import Float64
 from support.tiny_models import tiny_student, tiny_teacher
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 LENGTH = 20
 HIDDEN = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    """Everything in float64, so that the tolerances are those of rounding."""
-    with Float64():
-        yield
 
 
 def close(ours: Any, expected: Any) -> None:

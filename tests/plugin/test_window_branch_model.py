@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
@@ -26,11 +24,9 @@ BESIDE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["llama", "gemma3_text", "deltaproduct"])
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    if request.param == "deltaproduct":
-        return tiny_student("llama", layers=HYBRID, **{**BESIDE, "mixer": "deltaproduct+window"})
-    return tiny_student(request.param, layers=HYBRID, **BESIDE)
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_student("gemma3_text", layers=HYBRID, **BESIDE)
 
 
 def held(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> int:
@@ -42,8 +38,8 @@ def held(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> int:
 @pytest.mark.parametrize(
     ("family", "dtype", "state_dtype"),
     [
-        *itertools.product(["llama", "gemma2", "mistral"], [torch.float32], ["bfloat16"]),
-        *itertools.product(["llama", "gemma2", "mistral"], [torch.bfloat16], ["float32"]),
+        ("mistral", torch.float32, "bfloat16"),
+        ("gemma2", torch.bfloat16, "float32"),
     ],
     ids=str,
 )
@@ -97,23 +93,6 @@ def test_a_static_cache_gives_the_same_tokens_and_is_reset(model: PreTrainedMode
     assert addresses == [tensor.data_ptr() for index in HYBRID for tensor in cache.layers[index].state.values()]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_offloaded_weights_are_exact(model: PreTrainedModel, where: str, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "model")
-    if where == "cpu":
-        offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), torch.device("cpu"))
-    else:
-        resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-        device_map = dict.fromkeys(resident, "cpu") | {f"model.layers.{i}": "disk" for i in range(4)}
-        offloaded = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
-        ).eval()
-        assert any(p.is_meta for p in offloaded.parameters())
-    assert torch.equal(offloaded(IDS).logits, model(IDS).logits)
-    assert offloaded.generate(IDS, **GREEDY).equal(model.generate(IDS, **GREEDY))
-
-
 def test_assigned_weights_serve_and_train(model: PreTrainedModel) -> None:
     """`load_state_dict(assign=True)` puts the given tensors themselves into the model; `dropout` is not among them."""
     other = type(model)(model.config).eval()
@@ -143,16 +122,6 @@ def test_gradient_checkpointing_drops_the_same_windows_again(model: PreTrainedMo
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for one, other in zip(plain, gradients(0), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_autocast_over_float32_weights_trains(model: PreTrainedModel) -> None:
-    model.train()
-    exact = model(IDS, labels=IDS).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(IDS, labels=IDS).loss
-    loss.backward()
-    torch.testing.assert_close(loss.float(), exact, rtol=3e-2, atol=0)
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_the_slopes_stay_float32(model: PreTrainedModel, tmp_path: Path) -> None:

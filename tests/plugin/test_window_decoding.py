@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf.evaluation.baselines import switch_off_state, switch_off_window
+from deltanet_hf.evaluation.baselines import switch_off_window
 from deltanet_hf.fast import window
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import LayerCall
@@ -23,9 +22,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "no sinks": {"window": 4, "sinks": 0},
     "window fills while decoding": {"window": 8, "sinks": 4},
     "nothing is unseen": {"window": 30},
-    "one state per key head": {"window": 3, "expand_kv": False},
     "shared projections": {"window": 3, "shared_kv": True, "conv_size": 4},
-    "no norm": {"window": 3, "output_norm": "none"},
     "bfloat16 state": {"window": 3, "state_dtype": "bfloat16"},
 }
 
@@ -83,8 +80,7 @@ def test_steps_equal_the_general_path_and_the_prefill(places: str, taken: list[t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("mistral", torch.float32)])
 def test_a_branch_steps_as_it_is_called(family: str, dtype: torch.dtype) -> None:
     """Token after token, one branch alone: outputs agree to rounding, and what is kept to the bit."""
     branch = student(family).model.layers[0].self_attn.window_branch.to(dtype)
@@ -114,8 +110,7 @@ def test_a_branch_steps_as_it_is_called(family: str, dtype: torch.dtype) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-@pytest.mark.parametrize("window", [5, 12])
+@pytest.mark.parametrize(("family", "window"), [("mistral", 12), ("gemma2", 5)])
 def test_a_familys_own_window_bounds_what_is_unseen(family: str, window: int, taken: list[tuple[int, ...]]) -> None:
     """Their windows of 8 tokens are shorter than the sequence; the share counts no token beyond them."""
     model = student(family, window=window)
@@ -128,18 +123,6 @@ def test_a_familys_own_window_bounds_what_is_unseen(family: str, window: int, ta
         if layer.self_attn.window_branch.family_window is not None:
             layer.self_attn.window_branch.family_window = 10**6
     assert (decode(model) - found).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_left_padded_rows_equal_the_row_alone(taken: list[tuple[int, ...]]) -> None:
-    model = student()
-    mask = torch.ones_like(TOKENS)
-    mask[1, :7] = 0
-    found = decode(model, mask)
-    assert len(taken) == STEPS * LAYERS
-    alone = model(TOKENS[1:, 7:]).logits[:, PREFILL - 7 :]
-    torch.testing.assert_close(found[1:], alone, rtol=2e-4, atol=2e-4)
-    torch.testing.assert_close(found[:1], model(TOKENS[:1]).logits[:, PREFILL:], rtol=2e-4, atol=2e-4)
 
 
 @torch.no_grad()
@@ -159,17 +142,7 @@ def test_a_token_of_padding_leaves_the_state_as_it_is(taken: list[tuple[int, ...
 
 
 @torch.no_grad()
-def test_beams_reorder_what_the_window_keeps(taken: list[tuple[int, ...]]) -> None:
-    model = student()
-    options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "eos_token_id": None}
-    with_cache = model.generate(TOKENS, use_cache=True, **options)
-    assert len(taken) == 7 * LAYERS
-    assert taken[0][0] == 6
-    assert with_cache.tolist() == model.generate(TOKENS, use_cache=False, **options).tolist()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("family", "compiled"), [("llama", False), ("llama", True), ("mistral", False)])
+@pytest.mark.parametrize(("family", "compiled"), [("llama", True), ("mistral", False)])
 def test_a_static_cache_keeps_its_addresses(family: str, compiled: bool) -> None:
     model = student(family, layers=(0,)) if compiled else student(family)
     cache = StaticCache(config=model.config, max_cache_len=PREFILL + STEPS)
@@ -185,18 +158,6 @@ def test_a_static_cache_keeps_its_addresses(family: str, compiled: bool) -> None
 
 
 @torch.no_grad()
-def test_a_dynamic_cache_is_changed_in_place(taken: list[tuple[int, ...]]) -> None:
-    model = student()
-    cache = DynamicCache(config=model.config)
-    model(TOKENS[:, :PREFILL], past_key_values=cache, use_cache=True)
-    before = [dict(layer.state) for layer in cache.layers]
-    model(TOKENS[:, PREFILL : PREFILL + 1], past_key_values=cache, use_cache=True)
-    assert all(
-        layer.state[name] is x for layer, old in zip(cache.layers, before, strict=True) for name, x in old.items()
-    )
-
-
-@torch.no_grad()
 def test_low_precision_steps_err_no_more_than_the_general_path(taken: list[tuple[int, ...]]) -> None:
     model, lower = student(), student().to(torch.bfloat16)
     assert lower.model.layers[0].self_attn.window_branch.slopes.far_slope.dtype == torch.bfloat16
@@ -209,42 +170,6 @@ def test_low_precision_steps_err_no_more_than_the_general_path(taken: list[tuple
     assert len(taken) == 2 * STEPS * LAYERS
     with plain_form():
         assert fused <= 1.5 * error()
-
-
-@torch.no_grad()
-def test_an_adapter_of_the_share_is_called(taken: list[tuple[int, ...]]) -> None:
-    adapted = get_peft_model(student(), LoraConfig(r=2, target_modules=["share_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.fill_(0.5)
-    found = decode(adapted.eval())
-    assert taken == []
-    torch.testing.assert_close(found, adapted(TOKENS).logits[:, PREFILL:], rtol=2e-4, atol=2e-4)
-    with adapted.disable_adapter():
-        assert (decode(adapted) - found).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_slopes_that_an_adapter_replaces_are_called(taken: list[tuple[int, ...]]) -> None:
-    adapted = get_peft_model(student(), LoraConfig(r=2, modules_to_save=["slopes"], target_modules=["q_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "modules_to_save.default" in name:
-            parameter.mul_(0.5)
-    found = decode(adapted.eval())
-    assert taken == []
-    torch.testing.assert_close(found, adapted(TOKENS).logits[:, PREFILL:], rtol=2e-4, atol=2e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("ablation", [switch_off_window, switch_off_state])
-def test_lesions_reach_the_decoding_steps(ablation: Any, taken: list[tuple[int, ...]]) -> None:
-    model = student()
-    intact = decode(model)
-    taken.clear()
-    found = decode(ablation(model))
-    assert taken == []
-    assert (found - intact).abs().max() > 1e-3
-    torch.testing.assert_close(found, model(TOKENS).logits[:, PREFILL:], rtol=2e-4, atol=2e-4)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,20 +12,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers.attention import window_softmax
 from deltanet_hf.models.restrict import restrict_to_window
-from support.float64 import Float64
 from support.tiny_models import mixed_table, tiny_mixture, tiny_teacher
 
 LENGTH = 24
 IDS = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-GPU = torch.cuda.is_available()
 Choose = Callable[[bool], None]
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    """Everything in float64, so that the tolerances are those of rounding."""
-    with Float64():
-        yield
 
 
 @pytest.fixture

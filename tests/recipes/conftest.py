@@ -1,9 +1,18 @@
 """Settings of the tests of recipes."""
 
+from pathlib import Path
+
 import pytest
 
 from deltanet_recipes.training import pipeline, plan_view
 from deltanet_recipes.training.run_plots import draw_plots
+from support.tiny_run import make_workplace
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a teacher, its converted student and a text."""
+    return make_workplace(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

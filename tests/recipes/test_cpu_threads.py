@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,8 @@ def settings() -> tuple[str | None, ...]:
     return tuple(os.environ.get(name) for name in VARIABLES)
 
 
-@pytest.mark.parametrize(
-    ("files", "quota", "threads"),
-    [
+def test_quotas_of_version_2(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[tuple[dict[str, str], float | None, str | None]] = [
         ({}, None, None),
         ({"cpu.max": "max 100000\n"}, None, None),
         ({"cpu.max": "150000 100000\n"}, 1.5, "2"),
@@ -53,12 +53,14 @@ def settings() -> tuple[str | None, ...]:
         ({"a/cpu.max": "100000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.0, "1"),
         ({"cpu.max": "nothing known"}, None, None),
         ({"cpu.max": "100000 0\n"}, None, None),
-    ],
-)
-def test_quotas_of_version_2(groups: Path, files: dict[str, str], quota: float | None, threads: str | None) -> None:
-    write(groups, "0::/a/b\n", files)
-    assert cpu_quota() == quota
-    assert settings() == ("PASSIVE", "1000", threads)
+    ]
+    for files, quota, threads in rows:
+        shutil.rmtree(groups / "groups", ignore_errors=True)
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        write(groups, "0::/a/b\n", files)
+        assert cpu_quota() == quota
+        assert settings() == ("PASSIVE", "1000", threads)
 
 
 def test_quotas_of_version_1(groups: Path) -> None:

@@ -32,8 +32,8 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 5])
-def test_running_products_are_compositions(degree: int) -> None:
+def test_running_products_are_compositions() -> None:
+    degree = 5
     task = WordProblem("x", degree, trained=12)
     inputs, labels = task.batch(40, Level(12, degree), generator())
     assert inputs.shape == labels.shape == (3, 13)
@@ -79,7 +79,7 @@ def test_answers_that_count_are_at_the_end() -> None:
         assert (labels[:, -1] != IGNORED).all()
 
 
-@pytest.mark.parametrize("pairs", [4, 5, KEYS])
+@pytest.mark.parametrize("pairs", [5, KEYS])
 def test_every_key_is_asked_once_and_its_answer_is_in_the_sequence(pairs: int) -> None:
     inputs, labels = AssociativeRecall("mqar").batch(6, pairs, generator(pairs))
     assert inputs.shape == (6, 4 * pairs)
@@ -248,19 +248,16 @@ def test_the_command_writes_rows_a_plot_and_a_table(tmp_path: Path, monkeypatch:
     assert (tmp_path / "a.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("paritee", "--mixer", "softmax"), "TASK: got 'paritee', expected one of parity, s3, s5, mqar"),
-        (("parity", "--mixer", "softmax", "--mixer", "nothing"), "--mixer nothing"),
-        (("parity", "--mixer", "softmax", "--head-dim", "7"), "--head-dim 7"),
-    ],
-)
-def test_mistakes_end_the_command_before_training(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    done = call(main, *arguments, "--out", str(tmp_path / "x.json"))
-    assert isinstance(done.exception, UserError)
-    assert words in str(done.exception)
-    assert not (tmp_path / "x.json").exists()
+def test_mistakes_end_the_command_before_training(tmp_path: Path) -> None:
+    for arguments, words in (
+        ("paritee --mixer softmax", "TASK: got 'paritee', expected one of parity, s3, s5, mqar"),
+        ("parity --mixer softmax --mixer nothing", "--mixer nothing"),
+        ("parity --mixer softmax --head-dim 7", "--head-dim 7"),
+    ):
+        done = call(main, *arguments.split(), "--out", str(tmp_path / "x.json"))
+        assert isinstance(done.exception, UserError)
+        assert words in str(done.exception)
+        assert not (tmp_path / "x.json").exists()
 
 
 def test_plots_of_two_tasks_or_broken_files_are_refused(tmp_path: Path) -> None:

@@ -29,12 +29,7 @@ from deltanet_recipes.training.logbook import LOG, Logbook, read_log
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.trainer import Trainer
 from support.fault_runs import STAGES, Stop, assert_same, stop_at, train, undisturbed
-from support.tiny_run import DISTIL, LAYERS, make_workplace
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("models"))
+from support.tiny_run import DISTIL, LAYERS
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.packing import Mixture, make_rows, split_streams
 from deltanet_recipes.data.tokens import Corpus, load_corpus
 from deltanet_recipes.schema_sections import Source
-from support.tiny_run import make_tokenizer
+from support.tiny_run import CHAT_TEMPLATE, make_tokenizer
 
 EOS = 2
 LINES = [{"text": "w1 w2 w3"}, {"text": "w4 w5"}]
@@ -47,11 +47,11 @@ def write(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.parquet", "a.npy"])
-def test_every_file_type_gives_the_same_tokens(tmp_path: Path, name: str) -> None:
-    corpus = load(tmp_path, Source(path=str(write(tmp_path / name))))
-    assert corpus.tokens.tolist() == IDS
-    assert corpus.starts.tolist() == [0, 4, 7]
+def test_every_file_type_gives_the_same_tokens(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.parquet", "a.npy"):
+        corpus = load(tmp_path, Source(path=str(write(tmp_path / name))))
+        assert corpus.tokens.tolist() == IDS
+        assert corpus.starts.tolist() == [0, 4, 7]
 
 
 def test_text_files_are_cut_into_documents_of_whole_paragraphs(tmp_path: Path) -> None:
@@ -71,14 +71,14 @@ def test_second_use_reads_the_cache_and_a_change_does_not(tmp_path: Path, monkey
     assert load(tmp_path, Source(path=str(path), max_tokens=5)).tokens.tolist() == IDS[:5]
 
 
-@pytest.mark.parametrize("name", ["meta.json", "starts.npy", "tokens.bin"])
-def test_a_damaged_corpus_is_made_again(tmp_path: Path, name: str) -> None:
+def test_a_damaged_corpus_is_made_again(tmp_path: Path) -> None:
     source = Source(path=str(write(tmp_path / "a.jsonl")))
     load(tmp_path, source)
-    (file,) = (tmp_path / "cache").glob(f"*/{name}")
-    for size in (0, file.stat().st_size // 2):
-        file.write_bytes(file.read_bytes()[:size])
-        assert load(tmp_path, source).tokens.tolist() == IDS
+    for name in ("meta.json", "starts.npy", "tokens.bin"):
+        (file,) = (tmp_path / "cache").glob(f"*/{name}")
+        for size in (0, file.stat().st_size // 2):
+            file.write_bytes(file.read_bytes()[:size])
+            assert load(tmp_path, source).tokens.tolist() == IDS
 
 
 def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
@@ -91,30 +91,27 @@ def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
             load(tmp_path, Source(path=str(tmp_path / "b.npy")))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
+def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
+    for name, content, said in (
         ("a.parquet", b"PAR", "a.parquet: not a parquet file (Parquet file size is 3 bytes"),
         ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8 text (invalid start byte)"),
         ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read (Not a gzipped file"),
         ("a.jsonl.xz", b"{}", "a.jsonl.xz: cannot be read (Input format"),
         ("a.npy.xz", b"{}", "a.npy.xz: not a NumPy array"),
         ("a.jsonl", b'{"text": 5}', "a.jsonl: line 1 has no string under key 'text'; set text_key"),
-    ],
-)
-def test_a_broken_file_is_one_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        load(tmp_path, Source(path=str(tmp_path / name)))
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            load(tmp_path, Source(path=str(tmp_path / name)))
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("chat", [[{"content": "w1"}], "w1", [{"role": "user"}], None])
-def test_chats_without_roles_are_refused(tmp_path: Path, chat: Any) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"m": chat}))
-    with pytest.raises(UserError, match="each with a role and a content"):
-        load(tmp_path, Source(path=str(tmp_path / "a.jsonl"), messages_key="m"))
+def test_chats_without_roles_are_refused(tmp_path: Path) -> None:
+    for chat in ([{"content": "w1"}], "w1", [{"role": "user"}], None):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"m": chat}))
+        with pytest.raises(UserError, match="each with a role and a content"):
+            load(tmp_path, Source(path=str(tmp_path / "a.jsonl"), messages_key="m"))
 
 
 def test_null_texts_are_skipped(tmp_path: Path) -> None:
@@ -239,34 +236,25 @@ def test_documents_that_share_thirteen_tokens_are_dropped_and_counted(tmp_path: 
     assert 4 + 58 in corpus.tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "in_folder"),
-    [
-        ("wiki.test.tokens", True),
-        ("a.txt", False),
-        ("a.jsonl.gz", True),
-        ("a.parquet", False),
-        ("a.npy", True),
-        ("a.npy", False),
-    ],
-)
-def test_evaluation_texts_of_every_kind_are_read(tmp_path: Path, name: str, in_folder: bool) -> None:
-    tokenizer = make_tokenizer()
+def test_evaluation_texts_of_every_kind_are_read(tmp_path: Path) -> None:
+    """By their paths, and by those of their folders."""
     shared = " ".join(f"w{i}" for i in range(13))
-    path = tmp_path / "eval" / name
-    path.parent.mkdir()
     rows = [{"question": "w1", "options": {"label": "A", "text": [shared]}}]
-    if name.endswith(".parquet"):
-        parquet.write_table(pa.Table.from_pylist(rows), path)
-    elif name.endswith(".npy"):
-        np.save(path, np.arange(4, 17))
-    elif name.endswith(".gz"):
-        path.write_bytes(gzip.compress(json.dumps(rows[0]).encode()))
-    else:
-        path.write_text(f"= w50 = \n {shared} \n")
-    contamination = Contamination([str(path.parent if in_folder else path)], tokenizer)
-    assert contamination.touched(np.array([60, *range(4, 17), 61])) == [f"eval/{name}"]
-    assert not contamination.touched(np.array([60, *range(5, 17), 61]))
+    for name in ("wiki.test.tokens", "a.txt", "a.jsonl.gz", "a.parquet", "a.npy"):
+        path = tmp_path / name.rpartition(".")[2] / name
+        path.parent.mkdir()
+        if name.endswith(".parquet"):
+            parquet.write_table(pa.Table.from_pylist(rows), path)
+        elif name.endswith(".npy"):
+            np.save(path, np.arange(4, 17))
+        elif name.endswith(".gz"):
+            path.write_bytes(gzip.compress(json.dumps(rows[0]).encode()))
+        else:
+            path.write_text(f"= w50 = \n {shared} \n")
+        for given in (path.parent, path):
+            contamination = Contamination([str(given)], make_tokenizer())
+            assert contamination.touched(np.array([60, *range(4, 17), 61])) == [f"{path.parent.name}/{name}"]
+            assert not contamination.touched(np.array([60, *range(5, 17), 61]))
 
 
 def test_evaluation_texts_behind_links_count(tmp_path: Path) -> None:
@@ -288,10 +276,7 @@ def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path: Path) -> None
 
 def test_chat_completions_alone_are_scored(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"
-        "{% if add_generation_prompt %}{{ 'w51 ' }}{% endif %}"
-    )
+    tokenizer.chat_template = CHAT_TEMPLATE
     chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     source = Source(path=str(tmp_path / "a.jsonl"), messages_key="messages")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_hf.errors import UserError
-from deltanet_recipes.config import load_recipe
-from deltanet_recipes.schema import Distil
-from deltanet_recipes.training import trainer
-from deltanet_recipes.training.adapters import merge_lora, train_for
+from deltanet_recipes.training.adapters import train_for
 from deltanet_recipes.training.estimate import estimates
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import is_imported, load_student, mixers
@@ -29,19 +25,15 @@ from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_run import (
     ALIGN,
+    CHAT_TEMPLATE,
     DISTIL,
     NO_CHECKPOINTS,
     SHAPE,
     make_tokenizer,
     make_workplace,
-    recipe_tree,
-    write_recipe,
+    tiny_recipe,
 )
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"
-    "{% if add_generation_prompt %}{{ 'w51 ' }}{% endif %}"
-)
 LINEAR = {
     **{key: SHAPE[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
     "num_hidden_layers": 4,  # three linear ones and one of gated softmax attention
@@ -80,9 +72,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(workplace: Path, out: Path, stages: list[dict[str, Any]], teacher: str, **changes: Any) -> Path:
     """Run a recipe and return the folder of the final model."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tree = recipe_tree(workplace, stages, output=str(out), teacher=str(workplace / teacher), **changes)
-    return run(load_recipe(write_recipe(out.parent, tree)))
+    return run(tiny_recipe(workplace, out, *stages, teacher=str(workplace / teacher), **changes))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -95,8 +85,10 @@ def moved(before: Path, after: Path) -> set[str]:
     return {name for name in one if not torch.equal(one[name], two[name])}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("settings", [{"train": "lora"}, {"train": "full"}, {"train": "frozen", "optimizer": FULL}])
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [({"train": "lora"}, "bf16"), ({"train": "full"}, "fp32"), ({"train": "frozen", "optimizer": FULL}, "bf16")],
+)
 def test_another_model_teaches_and_only_what_should_moves(
     workplace: Path, tmp_path: Path, settings: dict[str, Any], precision: str
 ) -> None:
@@ -142,71 +134,21 @@ def test_it_can_be_its_own_teacher_and_the_result_generates_in_batches(workplace
     assert torch.equal(together[1], model.generate(ids[1:, 5:], **greedy)[0, 7:])
 
 
-def test_interrupted_stages_continue_with_the_same_losses_and_weights(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages = [
-        {**DISTIL, "tokens": 128 * 6},
-        {**DISTIL, "kind": "long", "tokens": 256 * 6, "sequence_length": 128, "batch_tokens": 256},
-    ]
-    expected = train(workplace, tmp_path / "a" / "run", stages, "teacher")
-    step = trainer.Trainer.optimiser_step
-    for kind in ("distil", "long"):
-
-        def stop(self: trainer.Trainer, kind: str = kind) -> Any:
-            if self.label == kind and self.step == 5:
-                raise KeyboardInterrupt
-            return step(self)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.Trainer, "optimiser_step", stop)
-            with pytest.raises(KeyboardInterrupt):
-                train(workplace, tmp_path / "b" / "run", stages, "teacher")
-    again = train(workplace, tmp_path / "b" / "run", stages, "teacher")
-    one, two = (
-        [(row["stage"], row["step"], row.get("loss")) for row in read_log(tmp_path / part / "run")] for part in "ab"
-    )
-    assert one == two
-    assert not moved(expected, again)
-
-
-def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
-    student = load_student(str(workplace / "student"), torch.float32)
-    names = [name for name, _ in student.named_parameters()]
-    stage = Distil(tokens=8192, lora_rank=3)
-    train_for(student, stage, seed=1)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in student.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1, generator=generator)
-    groups = {group["name"]: group["peak_lr"] for group in parameter_groups(student, stage.optimizer)}
-    assert set(groups.values()) == {stage.optimizer.rest_lr}  # adapters of mixers too
-    ids = torch.arange(4, 40)[None]
-    with torch.no_grad():
-        unmerged = deepcopy(student).double()(ids).logits
-        merge_lora(student)
-        merged = student.double()(ids).logits
-        plain = load_student(str(workplace / "student"), torch.float32)(ids).logits
-    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(plain.double(), merged, atol=1e-2)
-    assert [name for name, _ in student.named_parameters()] == names
-    assert list(mixers(student)) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("train", ["lora", "full", "frozen"])
-def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, train: str) -> None:
-    tree = recipe_tree(workplace, [{**DISTIL, "train": train}], teacher=str(workplace / "teacher"))
-    recipe = load_recipe(write_recipe(tmp_path, tree))
-    student = load_student(recipe.student, torch.float32)
-    (found,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
-    train_for(student, recipe.stages[0], seed=0)  # type: ignore[arg-type]
-    whole = [
-        p for m in mixers(student).values() for n, p in m.named_parameters() if p.requires_grad and "lora" not in n
-    ]
-    assert found.in_mixers == sum(p.numel() for p in whole)
-    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    assert found.rest == trained - found.in_mixers
+def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path) -> None:
+    for train_what in ("lora", "full", "frozen"):
+        stage = {**DISTIL, "train": train_what}
+        recipe = tiny_recipe(workplace, tmp_path / "run", stage, teacher=str(workplace / "teacher"))
+        student = load_student(recipe.student, torch.float32)
+        assert list(mixers(student)) == [0, 1, 2]
+        (found,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
+        train_for(student, recipe.stages[0], seed=0)  # type: ignore[arg-type]
+        parts = [entry for mixer in mixers(student).values() for entry in mixer.named_parameters()]
+        in_mixers = sum(p.numel() for name, p in parts if p.requires_grad and "lora" not in name)
+        trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+        assert (found.in_mixers, found.rest) == (in_mixers, trained - in_mixers)
+        if train_what == "lora":  # adapters of mixers too have the rate of what the teacher has
+            groups = parameter_groups(student, recipe.stages[0].optimizer)
+            assert {group["peak_lr"] for group in groups} == {recipe.stages[0].optimizer.rest_lr}
 
 
 def test_alignment_is_refused(workplace: Path, tmp_path: Path) -> None:

@@ -14,12 +14,11 @@ from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil
 from deltanet_recipes.training.adapters import inserted_norms, train_for
 from deltanet_recipes.training.model_pair import load_student
 from deltanet_recipes.training.pipeline import run
-from support.tiny_run import ALIGN, DISTIL, LAYERS, NO_CHECKPOINTS, SHAPE, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, LAYERS, NO_CHECKPOINTS, SHAPE, make_workplace, tiny_recipe
 
 NORMS = {f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"}
 
@@ -39,8 +38,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def moved_by(workplace: Path, out: Path, stage: dict[str, object]) -> set[str]:
     """The names of the weights that a run of one stage changes."""
-    out.mkdir()
-    run(load_recipe(write_recipe(out, recipe_tree(workplace, [stage], output=str(out / "run"), log=NO_CHECKPOINTS))))
+    run(tiny_recipe(workplace, out / "run", stage, log=NO_CHECKPOINTS))
     before, after = (load_file(f / "model.safetensors") for f in (workplace / "student", out / "run" / "final"))
     assert json.loads((out / "run" / "final" / "config.json").read_text())[INSERTED_QK_NORMS] == [1]
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

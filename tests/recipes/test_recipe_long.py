@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import Mixture, split_streams
 from deltanet_recipes.data.tokens import load_corpus
 from deltanet_recipes.training.adapters import train_for
@@ -22,7 +21,7 @@ from deltanet_recipes.training.model_pair import load_student, load_teacher
 from deltanet_recipes.training.objectives import AlignLoss, DistilLoss
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
-from support.tiny_run import DISTIL, NO_CHECKPOINTS, make_tokenizer, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import DISTIL, NO_CHECKPOINTS, make_tokenizer, tiny_recipe
 
 SEPARATOR = 2
 LONG: dict[str, Any] = {
@@ -35,23 +34,10 @@ LONG: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("long"))
-
-
-def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tree = recipe_tree(workplace, stages, output=str(out), **changes)
-    run(load_recipe(write_recipe(out.parent, tree)))
-    return read_log(out)
-
-
-@pytest.mark.parametrize("train_what", ["lora", "full"])
-def test_a_long_stage_goes_on_from_distil_on_longer_rows(workplace: Path, tmp_path: Path, train_what: str) -> None:
-    stages = [{**DISTIL, "train": train_what, "tokens": 128 * 6}, {**LONG, "train": train_what}]
-    rows = train(workplace, tmp_path / "run", stages, data={"holdout_tokens": 512}, log=NO_CHECKPOINTS)
-    long = [row for row in rows if row["stage"] == "long"]
+def test_a_long_stage_goes_on_from_distil_on_longer_rows(workplace: Path, tmp_path: Path) -> None:
+    stages = [{**stage, "train": "lora"} for stage in ({**DISTIL, "tokens": 128 * 6}, LONG)]
+    run(tiny_recipe(workplace, tmp_path / "run", *stages, data={"holdout_tokens": 512}, log=NO_CHECKPOINTS))
+    long = [row for row in read_log(tmp_path / "run") if row["stage"] == "long"]
     assert [row["step"] for row in long] == list(range(13))
     assert long[-1]["tokens"] == 512 * 12
     assert long[-1]["total_steps"] == 6 + 12
@@ -61,25 +47,8 @@ def test_a_long_stage_goes_on_from_distil_on_longer_rows(workplace: Path, tmp_pa
     assert any(not torch.equal(final[name], distilled[name]) for name in distilled if ".mlp." in name)
 
 
-def test_recomputed_activations_train_alike(workplace: Path, tmp_path: Path) -> None:
-    plain, checkpointed = (
-        train(
-            workplace,
-            tmp_path / str(recompute) / "run",
-            [{**LONG, "tokens": 512 * 3}],
-            log=NO_CHECKPOINTS,
-            engine={"device": "cpu", "gradient_checkpointing": recompute},
-        )
-        for recompute in (False, True)
-    )
-    first, second = ([row["loss"] for row in rows if "loss" in row] for rows in (plain, checkpointed))
-    assert len(first) == 3
-    assert first == pytest.approx(second, rel=1e-5)
-
-
 def test_a_long_stage_has_defaults_of_its_own(workplace: Path, tmp_path: Path) -> None:
-    tree = recipe_tree(workplace, [{"kind": "long", "tokens": 65536}])
-    (stage,) = load_recipe(write_recipe(tmp_path, tree)).stages
+    (stage,) = tiny_recipe(workplace, tmp_path / "run", {"kind": "long", "tokens": 65536}).stages
     assert (stage.sequence_length, stage.batch_tokens, stage.rows_per_step) == (16384, 65536, 4)
     assert (stage.optimizer.mixer_lr, stage.optimizer.rest_lr) == (3e-5, 1e-5)
 
@@ -87,7 +56,7 @@ def test_a_long_stage_has_defaults_of_its_own(workplace: Path, tmp_path: Path) -
 @pytest.fixture
 def feed(workplace: Path, tmp_path: Path) -> tuple[Any, RowFeed, Runtime]:
     """A recipe, and rows of 256 tokens with about 6 documents each, whose number varies."""
-    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [LONG])))
+    recipe = tiny_recipe(workplace, tmp_path / "run", LONG)
     corpus = load_corpus(recipe.data.sources[0], make_tokenizer(), SEPARATOR, tmp_path)
     training, _ = split_streams([corpus], 256, 0, True)
     runtime = Runtime(recipe.engine)

@@ -118,11 +118,8 @@ def packed_rows(isolate: bool = True) -> torch.Tensor:
     return make_rows(ids, np.ones_like(ids, dtype=bool), EOS, isolate)
 
 
-FAMILIES = ["llama", "qwen3", "granite", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3", "qwen3_moe", "granitemoe"]
-
-
 @pytest.mark.parametrize("isolate", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo2", "phi3", "smollm3", "granitemoe"])
 @torch.no_grad()
 def test_the_layer_runner_equals_the_models_own_forward(family: str, isolate: bool) -> None:
     rows = packed_rows(isolate)
@@ -137,7 +134,7 @@ def test_the_layer_runner_equals_the_models_own_forward(family: str, isolate: bo
         torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layers", [(), (0, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("layers", [(), (0, 2)])
 @torch.no_grad()
 def test_packed_documents_do_not_leak(layers: tuple[int, ...]) -> None:
     model = tiny_teacher("llama") if not layers else tiny_student("llama", layers=layers)

@@ -13,15 +13,13 @@ from transformers import AutoModelForCausalLM
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind
 from deltanet_hf.models.layers import LayerTable
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema_sections import Optimizer
-from deltanet_recipes.training import trainer
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.pipeline import run
 from support.registry import rows
-from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, WORDS, interrupted_at, losses, make_workplace, tiny_recipe
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window": 4, "sinks": 1},  # no document is longer than the default window
@@ -43,10 +41,8 @@ def workplace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def train(workplace: Path, out: Path, stages: list[dict[str, Any]], checkpoint_every: int = 2, **data: Any) -> Path:
     """Run a recipe and return the folder of the final model."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     log = {"every": 1, "evaluate_every": 100, "checkpoint_every": checkpoint_every}
-    tree = recipe_tree(workplace, stages, output=str(out), data=data, log=log)
-    return run(load_recipe(write_recipe(out.parent, tree)))
+    return run(tiny_recipe(workplace, out, *stages, data=data, log=log))
 
 
 def stages_for(workplace: Path, distil: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,9 +57,8 @@ def test_it_is_aligned_and_distilled(workplace: Path, tmp_path: Path) -> None:
 
 
 @mixers_in_full
-@pytest.mark.parametrize(("train_key", "isolated"), [("lora", False), ("lora", True), ("full", False)])
-def test_it_is_trained_in_other_ways(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
-    check_training(workplace, tmp_path, train_key, isolated)
+def test_it_is_trained_by_adapters_on_rows_of_several_documents(workplace: Path, tmp_path: Path) -> None:
+    check_training(workplace, tmp_path, "lora", isolated=False)
 
 
 def check_training(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
@@ -104,33 +99,20 @@ def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: P
 
 
 @mixers_in_full
-def test_an_interrupted_run_continues_with_the_same_losses(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_continues_with_the_same_losses(workplace: Path, tmp_path: Path) -> None:
     stages = stages_for(workplace, {"train": "full", "tokens": 128 * 6})
     train(workplace, tmp_path / "a" / "run", stages)
-    step = trainer.Trainer.optimiser_step
-
-    def stop_at_five(self: trainer.Trainer) -> Any:
-        if self.step == 5:
-            raise KeyboardInterrupt
-        return step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_five)
-        with pytest.raises(KeyboardInterrupt):
-            train(workplace, tmp_path / "b" / "run", stages)
+    with interrupted_at(5):
+        train(workplace, tmp_path / "b" / "run", stages)
     train(workplace, tmp_path / "b" / "run", stages)
-    first, second = ([row.get("loss") for row in read_log(tmp_path / name / "run")] for name in "ab")
-    assert first == second
+    assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
 
 
-@pytest.mark.parametrize("isolated", [False, True])
-def test_further_writes_are_trained_by_both_stages(tmp_path: Path, isolated: bool) -> None:
+def test_further_writes_are_trained_by_both_stages(tmp_path: Path) -> None:
     folder = make_workplace(tmp_path / "models", mixer="deltaproduct", num_householder=2)
     muon = {"name": "muon", "mixer_lr": 6.0e-3, "rest_lr": 2.0e-3}
     stages = [{**ALIGN, "tokens": 128 * 10}, {**DISTIL, "tokens": 128 * 20, "train": "full", "optimizer": muon}]
-    final = train(folder, tmp_path / "run", stages, checkpoint_every=100, isolate_documents=isolated)
+    final = train(folder, tmp_path / "run", stages, checkpoint_every=100, isolate_documents=False)
     rows = read_log(tmp_path / "run")
     aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]
     distilled = [row["held_out.kl"] for row in rows if "held_out.kl" in row]

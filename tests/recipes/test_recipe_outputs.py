@@ -18,18 +18,12 @@ from safetensors.torch import load_file
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.model_rows import training_tokens
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.pipeline import run
 from measuring.study.results_row import run_facts
-from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, losses, tiny_recipe
 
 STAGES = [{**ALIGN, "tokens": 128 * 4}, {**DISTIL, "tokens": 128 * 4}]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("outputs"))
 
 
 class Tracker:
@@ -57,9 +51,8 @@ def finished(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     shared = json.loads((workplace / "text.jsonl").read_text().splitlines()[3])["text"]
     (folder / "quiz.jsonl").write_text(json.dumps({"question": shared}))
     data = {"decontaminate": [str(folder / "quiz.jsonl")]}
-    tree = recipe_tree(workplace, STAGES, output=str(folder / "run"), data=data)
     shown = Console(file=io.StringIO(), width=200)
-    run(load_recipe(write_recipe(folder, tree)), console=shown)
+    run(tiny_recipe(workplace, folder / "run", *STAGES, data=data), console=shown)
     return folder / "run", shown.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -113,32 +106,28 @@ def test_the_card_names_teacher_tokens_hours_scores_data_and_recipe(finished: tu
 
 
 def test_the_card_names_only_the_stages_that_were_run(workplace: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, STAGES, output=str(tmp_path / "run"))))
-    final = run(recipe, ("align",))
+    final = run(tiny_recipe(workplace, tmp_path / "run", *STAGES), ("align",))
     assert training_tokens(final) == STAGES[0]["tokens"]
     assert "distil" not in (final / "README.md").read_text().partition("```yaml")[2]
 
 
 def test_distillation_goes_on_where_an_alignment_ended(workplace: Path, tmp_path: Path) -> None:
-    recipes = {}
-    for name in ("parts", "whole"):
-        tree = recipe_tree(workplace, STAGES, output=str(tmp_path / name / "run"))
-        (tmp_path / name).mkdir()
-        recipes[name] = load_recipe(write_recipe(tmp_path / name, tree))
+    recipes = {name: tiny_recipe(workplace, tmp_path / name / "run", *STAGES) for name in ("parts", "whole")}
     run(recipes["parts"], ("align",))
     files = [load_file(run(recipe) / "model.safetensors") for recipe in recipes.values()]
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
-    logs = [read_log(tmp_path / name / "run") for name in recipes]
-    assert [row.get("loss") for row in logs[0]] == [row.get("loss") for row in logs[1]]
+    assert losses(tmp_path / "parts" / "run") == losses(tmp_path / "whole" / "run")
     with pytest.raises(UserError, match=r"holds a run with another run \("):
         run(recipes["whole"], ("align",))
 
 
 def test_an_output_that_cannot_be_is_one_line(workplace: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    tree = recipe_tree(workplace, STAGES, output=str(tmp_path / "file" / "run"))
+    recipe = tiny_recipe(workplace, tmp_path / "run", *STAGES).model_copy(
+        update={"output": str(tmp_path / "file" / "run")}
+    )
     with pytest.raises(UserError, match=r"^output: [^\n]*cannot be written \(Not a directory\)[^\n]*$"):
-        run(load_recipe(write_recipe(tmp_path, tree)))
+        run(recipe)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +139,10 @@ def test_trackers_get_the_recipe_and_every_row_at_its_step(
 ) -> None:
     made: list[Tracker] = []
     monkeypatch.setattr(accelerate, "Accelerator", lambda **kwargs: made.append(Tracker(**kwargs)) or made[-1])
-    stages = [{**STAGES[0], "mode": mode}, STAGES[1]]
-    tree = recipe_tree(workplace, stages, output=str(tmp_path / "run"), log={"every": 2, "trackers": ["tensorboard"]})
+    stages, log = [{**STAGES[0], "mode": mode}, STAGES[1]], {"every": 2, "trackers": ["tensorboard"]}
     with monkeypatch.context() as patch:  # as if every tracker were installed
         patch.setattr("importlib.util.find_spec", lambda name: name)
-        recipe = load_recipe(write_recipe(tmp_path, tree))
+        recipe = tiny_recipe(workplace, tmp_path / "run", *stages, log=log)
     run(recipe)
     (tracker,) = made
     assert (tracker.log_with, tracker.project_dir, tracker.ended) == (["tensorboard"], str(tmp_path / "run"), True)

@@ -15,7 +15,7 @@ from torch import nn
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
-from deltanet_recipes.config import load_recipe, read_recipe
+from deltanet_recipes.config import read_recipe
 from deltanet_recipes.schema import Align
 from deltanet_recipes.training.adapters import train_for
 from deltanet_recipes.training.estimate import estimates
@@ -25,7 +25,7 @@ from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.pipeline import run, show_run
 from deltanet_recipes.training.plan_view import show_plan
 from deltanet_recipes.training.runtime import Runtime
-from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, make_workplace, tiny_recipe
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +33,17 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workplace(tmp_path_factory.mktemp("plan"), layers=(0, 2))
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        ALIGN,
-        {**ALIGN, "mode": "layerwise"},
-        {**DISTIL, "train": "frozen"},
-        {**DISTIL, "train": "lora"},
-        {**DISTIL, "train": "lora", "lora_rank": 3},
-        {**DISTIL, "train": "full"},
-    ],
-)
-def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage: dict[str, Any]) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [stage])))
-    student = load_student(recipe.student, torch.float32)
-    (found,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
-    train_for(student, recipe.stages[0], seed=0)
-    trained = {name: p.numel() for name, p in student.named_parameters() if p.requires_grad}
-    parts = [entry for mixer in mixers(student).values() for entry in mixer.named_parameters()]
-    in_mixers = sum(p.numel() for name, p in parts if p.requires_grad and "lora_" not in name)
-    assert (found.in_mixers, found.rest) == (in_mixers, sum(trained.values()) - in_mixers)
+def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path) -> None:
+    distil = [{"train": "frozen"}, {"train": "lora"}, {"train": "lora", "lora_rank": 3}, {"train": "full"}]
+    for stage in (ALIGN, {**ALIGN, "mode": "layerwise"}, *({**DISTIL, **changes} for changes in distil)):
+        recipe = tiny_recipe(workplace, tmp_path / "run", stage)
+        student = load_student(recipe.student, torch.float32)
+        (found,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
+        train_for(student, recipe.stages[0], seed=0)
+        trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+        parts = [entry for mixer in mixers(student).values() for entry in mixer.named_parameters()]
+        in_mixers = sum(p.numel() for name, p in parts if p.requires_grad and "lora_" not in name)
+        assert (found.in_mixers, found.rest) == (in_mixers, trained - in_mixers)
 
 
 def test_the_plan_knows_the_files_that_a_stage_keeps(
@@ -68,8 +59,7 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
 
     monkeypatch.setattr(LayerwiseAlign, "train_mixer", look)
     stages = [{**ALIGN, "mode": "layerwise", "cached_tokens": 512}, DISTIL]
-    tree = recipe_tree(workplace, stages, output=str(tmp_path / "run"))
-    recipe = load_recipe(write_recipe(tmp_path, tree))
+    recipe = tiny_recipe(workplace, tmp_path / "run", *stages)
     run(recipe)
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
     plan = estimates(recipe.stages, student, runtime, recipe.data.holdout_tokens)
@@ -79,7 +69,7 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
 
 
 def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [ALIGN, DISTIL], output=str(tmp_path))))
+    recipe = tiny_recipe(workplace, tmp_path / "run", ALIGN, DISTIL)
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
     assert runtime.attainable_memory() > 2**28
     plan = estimates(recipe.stages, student, runtime, holdout_tokens=0)
@@ -94,8 +84,7 @@ def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_dry_run_shows_the_stages_and_writes_nothing(workplace: Path, tmp_path: Path) -> None:
-    tree = recipe_tree(workplace, [ALIGN, {**DISTIL, "train": "full"}], output=str(tmp_path / "run"))
-    recipe = load_recipe(write_recipe(tmp_path, tree))
+    recipe = tiny_recipe(workplace, tmp_path / "run", ALIGN, {**DISTIL, "train": "full"})
     shown = io.StringIO()
     show_run(recipe, Console(file=shown, width=300))
     figures = estimates(recipe.stages, load_student(recipe.student), Runtime(recipe.engine), holdout_tokens=0)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.restrict import restrict_to_window
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import read_log
@@ -23,11 +22,10 @@ from deltanet_recipes.training.objectives import Batch, DistilLoss
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.windowed_teacher import windowed_inputs
 from support.tiny_models import tiny_student, tiny_teacher
-from support.tiny_run import DISTIL, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import DISTIL, losses, make_workplace, tiny_recipe
 
 EOS = 2
 LENGTH = 120  # more than the window of 64
-FAMILIES = ["llama", "mistral", "qwen3", "granite", "gemma3_text", "olmo3", "phi3", "smollm3"]
 
 
 def rows_of(isolate: bool) -> Any:
@@ -37,8 +35,7 @@ def rows_of(isolate: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "isolate"),
-    [("llama", False), *((family, number % 2 == 0) for number, family in enumerate(FAMILIES))],
+    ("family", "isolate"), [("llama", False), ("llama", True), ("gemma3_text", False), ("olmo3", True), ("phi3", False)]
 )
 @torch.no_grad()
 def test_narrower_masks_equal_the_window_as_a_kind_of_layer(family: str, isolate: bool) -> None:
@@ -52,7 +49,7 @@ def test_narrower_masks_equal_the_window_as_a_kind_of_layer(family: str, isolate
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     again, _ = runner.run_layers(entry)
     torch.testing.assert_close(again, full, rtol=0, atol=0)
-    if family in ("llama", "qwen3", "phi3"):  # the others have narrow windows of their own in some layers
+    if family in ("llama", "phi3"):  # the others have narrow windows of their own in some layers
         assert not torch.allclose(found[:, 70:], full[:, 70:], atol=1e-3)
         torch.testing.assert_close(found[:, :64], full[:, :64], rtol=1e-4, atol=1e-4)
 
@@ -72,8 +69,7 @@ def test_weights_are_bounded_and_one_where_the_window_suffices() -> None:
     assert (weights - 1).abs()[[0, 1, 2, 5, 6, 7, 8]].max() < 1e-5
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize(("size", "reverse"), [(1, False), (7, True), (100, False)])
 def test_the_chunked_loss_and_its_gradients_equal_the_plain_ones(size: int, reverse: bool) -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight, other, near, other_weight = (
@@ -134,16 +130,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(workplace: Path, out: Path, stage: dict[str, Any], **changes: Any) -> Any:
-    out.mkdir(parents=True, exist_ok=True)
-    return load_recipe(write_recipe(out, recipe_tree(workplace, [stage], output=str(out / "run"), **changes)))
+    return tiny_recipe(workplace, out / "run", stage, **changes)
 
 
 WEIGHTED = {**DISTIL, "sequence_length": 128, "recall_weight": 4.0}
 WEIGHTED["optimizer"] = {**DISTIL["optimizer"], "projection_lr": 3e-3}
 
 
-@pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(("train", "isolate"), [("lora", True), ("full", False)])
 def test_it_trains(workplace: Path, tmp_path: Path, train: str, isolate: bool) -> None:
     stage = {**WEIGHTED, "tokens": 128 * 12, "train": train}
     run(recipe(workplace, tmp_path, stage, data={"isolate_documents": isolate}))
@@ -156,17 +150,14 @@ def test_no_held_out_rows_and_no_weight_change_nothing_else(workplace: Path, tmp
     changes = {"data": {"holdout_tokens": 0, "isolate_documents": False}}
     run(recipe(workplace, tmp_path / "a", {**WEIGHTED, "recall_weight": 0.0}, **changes))
     run(recipe(workplace, tmp_path / "b", {**WEIGHTED, "recall_weight": 1e-9}, **changes))
-    plain, weighted = ([row["loss"] for row in read_log(tmp_path / name / "run") if "loss" in row] for name in "ab")
+    plain, weighted = ([loss for *_, loss in losses(tmp_path / name / "run")] for name in "ab")
     assert len(plain) == 12
     assert plain == pytest.approx(weighted, rel=1e-4)
 
 
-def test_contradictions_are_refused(workplace: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_weighted_is_refused(workplace: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="kl_weight is 0"):
         recipe(workplace, tmp_path, {**WEIGHTED, "kl_weight": 0.0, "ce_weight": 1.0})
-
-
-def test_a_teacher_without_softmax_is_refused(workplace: Path, tmp_path: Path) -> None:
     student = str(workplace / "student")
     with pytest.raises(UserError, match=r"^stages.distil.recall_weight: needs a softmax teacher.*leave the key out$"):
         run(recipe(workplace, tmp_path, {**WEIGHTED, "ce_weight": 0.1}, teacher=student))

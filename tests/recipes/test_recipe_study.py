@@ -190,12 +190,11 @@ def test_a_wrong_study_is_one_clear_error(workplace: Path, tmp_path: Path) -> No
     assert_refused(load, [({"change": change}, UserError, said) for change, said in rows])
 
 
-@pytest.mark.parametrize(("given", "words"), [((), "home=..."), (("house=x",), "house=x: expected NAME=VALUE")])
-def test_missing_variables_are_named(workplace: Path, tmp_path: Path, given: tuple[str, ...], words: str) -> None:
+def test_missing_variables_are_named(workplace: Path, tmp_path: Path) -> None:
     study = write_study(workplace, tmp_path, [{"name": "teacher", "untrained": "teacher"}])
-    with pytest.raises(UserError) as caught:
-        load_study(study, given)
-    assert words in str(caught.value)
+    for given, words in (([], r"home=\.\.\."), (["house=x"], "house=x: expected NAME=VALUE")):
+        with pytest.raises(UserError, match=words):
+            load_study(study, given)
 
 
 def test_work_goes_to_the_device_with_the_least(workplace: Path, tmp_path: Path) -> None:

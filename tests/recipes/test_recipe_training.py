@@ -31,29 +31,28 @@ from deltanet_recipes.training.model_pair import load_student, mixers, teacher_o
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_models import tiny_student
-from support.tiny_run import ALIGN, DISTIL, LAYERS, NO_CHECKPOINTS, make_workplace, recipe_tree, write_recipe
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("models"))
+from support.tiny_run import (
+    ALIGN,
+    CHAT_TEMPLATE,
+    DISTIL,
+    LAYERS,
+    NO_CHECKPOINTS,
+    interrupted_at,
+    losses,
+    make_workplace,
+    recipe_tree,
+    tiny_recipe,
+    write_recipe,
+)
 
 
 def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
-    tree = recipe_tree(workplace, stages, output=str(out), **changes)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    run(load_recipe(write_recipe(out.parent, tree)))
+    run(tiny_recipe(workplace, out, *stages, **changes))
     return read_log(out)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def losses(rows: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-    return [(row["stage"], row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 NEW = (".a_proj", ".b_proj", ".g_proj", ".conv1d", ".decay", ".self_attn.norm", ".k_offset")
@@ -118,7 +117,6 @@ def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_pat
         ({"train": "frozen", "optimizer": {"mixer_lr": 3e-3, "projection_lr": 3e-3}}, ("self_attn",)),
         ({"train": "lora", "optimizer": {"mixer_lr": 1e-2, "rest_lr": 1e-2}}, (*NEW, *ADAPTED, "mlp")),
         ({"train": "lora", "optimizer": {"mixer_lr": 3e-3, "projection_lr": 3e-3}}, ("self_attn", "mlp")),
-        ({"train": "full"}, ("self_attn", "mlp", "norm")),
         ({"train": "full", "hidden_weight": 0.5}, ("self_attn", "mlp", "norm")),
         ({"train": "full", "optimizer": {"name": "muon", "mixer_lr": 6e-3, "rest_lr": 2e-3}},
          ("self_attn", "mlp", "norm")),
@@ -163,10 +161,7 @@ def test_final_model_loads_and_has_the_logged_perplexity(workplace: Path, tmp_pa
 def test_distillation_learns_the_replies_of_chats(workplace: Path, tmp_path: Path) -> None:
     tokenizer_file = workplace / "student" / "tokenizer_config.json"
     settings = json.loads(tokenizer_file.read_text())
-    settings["chat_template"] = (
-        "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"
-        "{% if add_generation_prompt %}{{ 'w51 ' }}{% endif %}"
-    )
+    settings["chat_template"] = CHAT_TEMPLATE
     tokenizer_file.write_text(json.dumps(settings))
     chat = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5 w6"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"m": chat}) + "\n") * 200)
@@ -252,14 +247,11 @@ def test_adapters_leave_experts_and_routers_alone(family: str) -> None:
 
 
 def test_micro_batches_give_the_same_training(workplace: Path, tmp_path: Path) -> None:
-    whole = train(workplace, tmp_path / "a" / "run", [{**ALIGN, "tokens": 512}, {**DISTIL, "tokens": 512}])
-    parts = train(
-        workplace,
-        tmp_path / "b" / "run",
-        [{**ALIGN, "tokens": 512, "micro_batch_rows": 1}, {**DISTIL, "tokens": 512, "micro_batch_rows": 1}],
-        engine={"device": "cpu", "gradient_checkpointing": True},
-    )
-    for (_, _, a), (_, _, b) in zip(losses(whole), losses(parts), strict=True):
+    stages = [{**stage, "tokens": 512} for stage in (ALIGN, DISTIL)]
+    train(workplace, tmp_path / "a" / "run", stages)
+    engine = {"device": "cpu", "gradient_checkpointing": True}
+    train(workplace, tmp_path / "b" / "run", [{**stage, "micro_batch_rows": 1} for stage in stages], engine=engine)
+    for (_, _, a), (_, _, b) in zip(*(losses(tmp_path / name / "run") for name in "ab"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
 
 
@@ -279,7 +271,7 @@ def start(recipe: Path, *arguments: str, processes: int = 1) -> subprocess.Popen
 @pytest.mark.parametrize("kind", ["joint", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_killed_run_continues_with_the_same_losses_and_weights(workplace: Path, tmp_path: Path, kind: str) -> None:
     stages = [{**ALIGN, "mode": kind, "tokens": 128 * 24}, {**DISTIL, "tokens": 128 * 24}]
-    expected = train(workplace, tmp_path / "a" / "run", stages)
+    train(workplace, tmp_path / "a" / "run", stages)
     stop_at = ("align", 5) if kind == "joint" else ("align.1", 5)
     out = tmp_path / "b" / "run"
     out.parent.mkdir()
@@ -295,28 +287,32 @@ def test_killed_run_continues_with_the_same_losses_and_weights(workplace: Path, 
         process.wait()
         assert not (out / "final").exists()
     run(load_recipe(recipe))
-    assert losses(read_log(out)) == losses(expected)
+    assert losses(out) == losses(tmp_path / "a" / "run")
     one, two = weights(tmp_path / "a" / "run" / "final"), weights(out / "final")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_start_killed_before_its_first_checkpoint_leaves_no_rows(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = trainer.Trainer.optimiser_step
-
-    def stop(self: trainer.Trainer) -> Any:
-        if self.step == 1:
-            raise KeyboardInterrupt
-        return step(self)
-
+def test_a_start_killed_before_its_first_checkpoint_leaves_no_rows(workplace: Path, tmp_path: Path) -> None:
     stages = [{**ALIGN, "tokens": 128 * 4}]
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "optimiser_step", stop)
-        with pytest.raises(KeyboardInterrupt):
-            train(workplace, tmp_path / "run", stages)
+    with interrupted_at(1):
+        train(workplace, tmp_path / "run", stages)
     assert [row["step"] for row in read_log(tmp_path / "run")] == [0, 1]
     assert [row["step"] for row in train(workplace, tmp_path / "run", stages)] == [0, 1, 2, 3, 4]
+
+
+def assert_two_equal_one(
+    workplace: Path, folder: Path, stages: list[dict[str, Any]], sharding: str, rel: float = 1e-4, **changes: Any
+) -> None:
+    """Two processes have the losses of one."""
+    train(workplace, folder / "a" / "run", stages, **changes)
+    (folder / "b").mkdir()
+    recipe = write_recipe(folder / "b", recipe_tree(workplace, stages, output=str(folder / "b" / "run"), **changes))
+    process = start(recipe, f"engine.sharding={sharding}", processes=2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-2000:]
+    for one, two in zip(*(losses(folder / name / "run") for name in "ab"), strict=True):
+        assert one[:2] == two[:2]
+        assert one[2] == pytest.approx(two[2], rel=rel)
 
 
 @pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.slow), "fsdp2"])
@@ -326,15 +322,7 @@ def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str)
     AdamW's first step has full length even for a gradient that consists of rounding errors only.
     """
     stages = [{**stage, "tokens": 512, "micro_batch_rows": 1} for stage in (ALIGN, DISTIL)]
-    expected = train(workplace, tmp_path / "a" / "run", stages)
-    (tmp_path / "b").mkdir()
-    recipe = write_recipe(tmp_path / "b", recipe_tree(workplace, stages, output=str(tmp_path / "b" / "run")))
-    process = start(recipe, f"engine.sharding={sharding}", processes=2)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()[-2000:]
-    for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):
-        assert one[:2] == two[:2]
-        assert one[2] == pytest.approx(two[2], rel=1e-4)
+    assert_two_equal_one(workplace, tmp_path, stages, sharding)
     one_final, two_final = (weights(tmp_path / part / "run" / "final") for part in "ab")
     for name in one_final:
         torch.testing.assert_close(one_final[name], two_final[name], rtol=1e-3, atol=1e-4)
@@ -349,16 +337,7 @@ def test_sharded_weights_of_two_dtypes_train_like_one_process(workplace: Path, t
     distil = {**DISTIL, "tokens": 512, "micro_batch_rows": 1}
     stages = [distil, {**distil, "kind": "long"}]
     engine = {"device": "cpu", "precision": "bf16"}
-    expected = train(tmp_path / "models", tmp_path / "a" / "run", stages, engine=engine)
-    (tmp_path / "b").mkdir()
-    tree = recipe_tree(tmp_path / "models", stages, output=str(tmp_path / "b" / "run"), engine=engine)
-    process = start(write_recipe(tmp_path / "b", tree), "engine.sharding=fsdp2", processes=2)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()[-2000:]
-    found = losses(read_log(tmp_path / "b" / "run"))
-    assert [row[:2] for row in found] == [row[:2] for row in losses(expected)]
-    for one, two in zip(losses(expected), found, strict=True):
-        assert one[2] == pytest.approx(two[2], rel=0.01)
+    assert_two_equal_one(tmp_path / "models", tmp_path, stages, "fsdp2", rel=0.01, engine=engine)
     kept = load_file(tmp_path / "b" / "run" / "stages" / "00-distil.safetensors")
     assert "model.embed_tokens.weight" not in kept  # not trained, so not saved
     assert any(".mlp." in name for name in kept)
@@ -369,15 +348,7 @@ def test_sharded_weights_of_two_dtypes_train_like_one_process(workplace: Path, t
 def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path, sharding: str) -> None:
     """`micro_batch_rows` may exceed the rows that a process has of a step."""
     stages = [{**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256, "micro_batch_rows": 2}]
-    expected = train(workplace, tmp_path / "a" / "run", stages)
-    (tmp_path / "b").mkdir()
-    recipe = write_recipe(tmp_path / "b", recipe_tree(workplace, stages, output=str(tmp_path / "b" / "run")))
-    process = start(recipe, f"engine.sharding={sharding}", processes=2)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()[-2000:]
-    for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):
-        assert one[:2] == two[:2]
-        assert one[2] == pytest.approx(two[2], rel=1e-4)
+    assert_two_equal_one(workplace, tmp_path, stages, sharding)
 
 
 def test_every_process_deletes_its_activations_before_one_deletes_the_folder(
@@ -430,7 +401,7 @@ def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) ->
 def test_a_run_that_ended_before_its_first_step_can_be_another(workplace: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the stages need 12,800,000 tokens"):
         train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128 * 100_000}], data={"repeat": False})
-    assert losses(train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}]))
+    assert train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])[-1]["loss"]
 
 
 def test_a_separator_that_the_student_does_not_have_is_refused(workplace: Path, tmp_path: Path) -> None:

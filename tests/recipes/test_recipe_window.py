@@ -21,9 +21,7 @@ from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.generate import generate_command
 from deltanet_hf.models.decoder import LayerwiseDecoder
 from deltanet_hf.models.restrict import restrict_to_window
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import make_rows
-from deltanet_recipes.training import trainer
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.microstep import compile_layers
@@ -31,7 +29,7 @@ from deltanet_recipes.training.model_pair import decoder_layers, load_student
 from deltanet_recipes.training.pipeline import run
 from measuring.study.results_row import load_for_measure
 from support.tiny_models import tiny_student
-from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, NO_CHECKPOINTS, WORDS, make_workplace, tiny_recipe
 
 LENGTH = 128  # the window of 64 must hide something
 STAGE = {**DISTIL, "sequence_length": LENGTH, "tokens": 128 * 12, "optimizer": {"rest_lr": 1e-3}}
@@ -45,12 +43,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> Any:
     data = {"isolate_documents": False, **changes.pop("data", {})}
-    tree = recipe_tree(workplace, stages, data=data, **{"output": str(out), **changes})
-    tree["log"] |= {
-        "stop_when_worse": False
-    }  # these windows have the teacher's weights, and few steps teach them little
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return load_recipe(write_recipe(out.parent, tree))
+    log = {
+        **NO_CHECKPOINTS,
+        "stop_when_worse": False,
+    }  # windows have the teacher's weights: few steps teach them little
+    return tiny_recipe(workplace, out, *stages, data=data, log=log, **changes)
 
 
 @torch.no_grad()
@@ -116,6 +113,9 @@ def test_everything_that_measures_it_measures_it_under_its_window(trained: Path,
     torch.testing.assert_close(logits(student), wanted)
     original = AutoModelForCausalLM.from_pretrained(workplace / "teacher").eval()
     torch.testing.assert_close(logits(teacher), logits(original))
+    card = (trained / "README.md").read_text()
+    assert "# Windowed student of " in card
+    assert ModelCard(card).data.tags == ["distillation"]
 
 
 @torch.no_grad()
@@ -134,48 +134,14 @@ def test_generate_continues_under_the_window(
     assert capsys.readouterr().out.split() == words[1].split()
 
 
-def test_the_card_does_not_call_it_linear_attention(trained: Path) -> None:
-    card = (trained / "README.md").read_text()
-    assert "# Windowed student of " in card
-    assert ModelCard(card).data.tags == ["distillation"]
-
-
-def test_an_interrupted_run_continues_with_the_same_losses(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = {**STAGE, "train": "full"}
-    complete = recipe(workplace, tmp_path / "a" / "run", [stage])
-    run(complete)
-    broken = recipe(workplace, tmp_path / "b" / "run", [stage])
-    step = trainer.Trainer.optimiser_step
-
-    def stop_at_seven(self: trainer.Trainer) -> Any:
-        if self.step == 7:
-            raise KeyboardInterrupt
-        return step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_seven)
-        with pytest.raises(KeyboardInterrupt):
-            run(broken)
-    run(broken)
-    first, second = ([row.get("loss") for row in read_log(tmp_path / name / "run")] for name in "ab")
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    ("stages", "words"),
-    [
-        ([ALIGN], "stages: .* nothing to align"),
-        ([{**STAGE, "train": "frozen"}], "stages.distil: .* trains nothing; use lora or full"),
-    ],
-)
-def test_stages_without_anything_to_train_are_one_clear_error(
-    workplace: Path, tmp_path: Path, stages: list[dict[str, Any]], words: str
-) -> None:
-    with pytest.raises(UserError, match=rf"^(?s:(?!.*\n)){words}$"):
-        run(recipe(workplace, tmp_path / "run", stages))
-    assert not (tmp_path / "run").exists()
+def test_stages_without_anything_to_train_are_one_clear_error(workplace: Path, tmp_path: Path) -> None:
+    for stage, words in (
+        (ALIGN, "stages: .* nothing to align"),
+        ({**STAGE, "train": "frozen"}, "stages.distil: .* trains nothing; use lora or full"),
+    ):
+        with pytest.raises(UserError, match=rf"^(?s:(?!.*\n)){words}$"):
+            run(recipe(workplace, tmp_path / "run", [stage]))
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_student_that_reads_further_is_trained_beyond_its_teachers_positions(tmp_path: Path) -> None:

@@ -12,15 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema_sections import Optimizer, WindowDropout
-from deltanet_recipes.training import stages, trainer
+from deltanet_recipes.training import stages
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.window_dropout import WindowDropoutSchedule, window_branches
-from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, interrupted_at, losses, make_workplace, tiny_recipe
 
 
 class Branch(nn.Module):
@@ -52,14 +51,8 @@ def with_branches(student: nn.Module) -> nn.Module:
     return student
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("models"))
-
-
 def recipe(workplace: Path, out: Path, *given: dict[str, Any]) -> Any:
-    out.mkdir(parents=True, exist_ok=True)
-    return load_recipe(write_recipe(out, recipe_tree(workplace, list(given), output=str(out / "run"))))
+    return tiny_recipe(workplace, out / "run", *given)
 
 
 @pytest.fixture
@@ -111,26 +104,14 @@ def test_without_the_key_the_branches_stay_as_they_are(
         assert set(branch.seen) == {0.0}
 
 
-def test_a_resumed_run_drops_the_same_windows(
-    workplace: Path, tmp_path: Path, branched: list[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_drops_the_same_windows(workplace: Path, tmp_path: Path, branched: list[nn.Module]) -> None:
     stage = {**DISTIL, "tokens": 128 * 8, "window_dropout": DROPOUT}
     run(recipe(workplace, tmp_path / "a", stage))
     broken = recipe(workplace, tmp_path / "b", stage)
-    step = trainer.Trainer.optimiser_step
-
-    def stop_at_five(self: trainer.Trainer) -> Any:
-        if self.step == 5:
-            raise KeyboardInterrupt
-        return step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_five)
-        with pytest.raises(KeyboardInterrupt):
-            run(broken)
+    with interrupted_at(5):
+        run(broken)
     run(broken)
-    first, second = ([row.get("loss") for row in read_log(tmp_path / name / "run")] for name in "ab")
-    assert first == second
+    assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
 
 
 def test_processes_and_steps_draw_differently(workplace: Path) -> None:
@@ -146,9 +127,8 @@ def test_processes_and_steps_draw_differently(workplace: Path) -> None:
 
 def test_a_student_without_windows_is_refused(workplace: Path, tmp_path: Path) -> None:
     stage = {**DISTIL, "window_dropout": DROPOUT}
-    with pytest.raises(
-        UserError, match=r"^stages.distil.window_dropout: .* no layer with a window.*; leave the key out"
-    ):
+    said = r"^stages.distil.window_dropout: .* no layer with a window.*; leave the key out"
+    with pytest.raises(UserError, match=said):
         run(recipe(workplace, tmp_path, stage))
     assert not (tmp_path / "run").exists()
 
@@ -200,14 +180,7 @@ def test_a_stage_trains_through_a_quantised_cache(tmp_path: Path, monkeypatch: p
     errors = {}
     for bits in (16, 4):
         stage = {**DISTIL, "tokens": 256, "cache_bits": bits, "optimizer": {"mixer_lr": 1e-5, "rest_lr": 1e-5}}
-        final = run(
-            load_recipe(
-                write_recipe(
-                    tmp_path,
-                    recipe_tree(tmp_path, [stage], data={"isolate_documents": False}, output=str(tmp_path / f"{bits}")),
-                )
-            )
-        )
+        final = run(tiny_recipe(tmp_path, tmp_path / f"{bits}", stage, data={"isolate_documents": False}))
         assert cache_bits_of(load_student(str(final))) == 8
         errors[bits] = read_log(tmp_path / f"{bits}")[0]["held_out.kl"]
         student = set_cache_bits(load_student(str(tmp_path / "student"), torch.float32), bits)

@@ -11,11 +11,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from deltanet_recipes.config import load_recipe
 from deltanet_recipes.training import pipeline
-from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.trainer import Trainer
-from support.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, losses, tiny_recipe
 
 STAGES = [
     {**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256},
@@ -29,10 +27,8 @@ class Stop(BaseException):
 
 def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> str:
     """Run a recipe; returns what it printed."""
-    tree = recipe_tree(workplace, stages, output=str(out), **changes)
-    out.parent.mkdir(parents=True, exist_ok=True)
     said = io.StringIO()
-    pipeline.run(load_recipe(write_recipe(out.parent, tree)), console=Console(file=said, width=1000))
+    pipeline.run(tiny_recipe(workplace, out, *stages, **changes), console=Console(file=said, width=1000))
     return said.getvalue()
 
 
@@ -46,8 +42,7 @@ def undisturbed(workplace: Path, out: Path) -> Path:
 
 def outcome(out: Path) -> tuple[list[tuple[str, int, float]], dict[str, torch.Tensor]]:
     """The losses in the log, by stage and step, and the final weights."""
-    rows = [(row["stage"], row["step"], row["loss"]) for row in read_log(out) if "loss" in row]
-    return rows, load_file(out / "final" / "model.safetensors")
+    return losses(out), load_file(out / "final" / "model.safetensors")
 
 
 def assert_same(out: Path, expected: Path) -> None:

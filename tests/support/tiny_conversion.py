@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import string
 from pathlib import Path
@@ -58,6 +59,11 @@ def with_nan(teacher: Path, folder: Path, tensor: str) -> Path:
     weights[tensor].view(-1)[0] = torch.nan
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
 def text_file(folder: Path) -> Path:

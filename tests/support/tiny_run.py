@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -15,6 +18,10 @@ from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.schema import Recipe
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.trainer import Trainer
 
 WORDS = 60
 LAYERS = 3
@@ -32,6 +39,10 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.15,
     "tie_word_embeddings": True,
 }
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w51 ' }}{% endif %}"
+)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -102,6 +113,33 @@ def write_recipe(folder: Path, tree: dict[str, Any]) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def tiny_recipe(workplace: Path, out: Path, *stages: dict[str, Any], **changes: Any) -> Recipe:
+    """The recipe of a run in `out`, from a file beside it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return load_recipe(write_recipe(out.parent, recipe_tree(workplace, list(stages), output=str(out), **changes)))
+
+
+def losses(out: Path) -> list[tuple[str, int, float]]:
+    """The losses in the log of a run, by stage and step."""
+    return [(row["stage"], row["step"], row["loss"]) for row in read_log(out) if "loss" in row]
+
+
+@contextmanager
+def interrupted_at(step: int) -> Iterator[None]:
+    """A run that Ctrl-C ends before this step of a stage."""
+    real = Trainer.optimiser_step
+
+    def stop(self: Trainer) -> Any:
+        if self.step == step:
+            raise KeyboardInterrupt
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "optimiser_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 NO_CHECKPOINTS = {"every": 1, "evaluate_every": 100, "checkpoint_every": 100}

@@ -12,6 +12,11 @@ from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.task import SelectionTask, plan_selection
 from support.tiny_conversion import opened
 
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
 QUICK: dict[str, Any] = {"method": "forward", "window": 6, "sinks": 1, "length": 400, "probes": 1}
 
 
