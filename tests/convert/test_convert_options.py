@@ -121,9 +121,9 @@ def test_refused_values_name_the_option() -> None:
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({}, ("auto", "window", 4)),
+        ({}, ("auto", "gated_deltanet+window", 4)),
         ({"mixer": "gated_deltanet"}, ("auto", "gated_deltanet", 4)),
-        ({"layers": "every:2", "cache_bits": 16}, ("every:2", "window", 16)),
+        ({"layers": "every:2", "cache_bits": 16}, ("every:2", "gated_deltanet+window", 16)),
         ({"mixer": "fox"}, ("none", "fox", 16)),
         ({"pure": True}, ("none", "gated_deltanet", 16)),
         ({"profile": "qwen3_5"}, ("none", "gated_deltanet", 16)),
