@@ -157,8 +157,8 @@ class ConvertOptions(Options):
         BeforeValidator(lambda tokens: parse_tokens(tokens, "--context") if isinstance(tokens, str) else tokens),
         Option(
             help="Tokens that the converted model reads, such as 32k, if these are more than the teacher's positions. "
-            "Windows keep the teacher's, full-attention heads get further ones (--positions). There are windows alone, "
-            "since no state reads so far.",
+            "Windows keep the teacher's, full-attention heads get further ones (--positions). "
+            "Elsewhere there are windows alone: no state reads that far.",
             show_default="the teacher's",
         ),
     ] = None
