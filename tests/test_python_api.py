@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import deltanet_convert
 import deltanet_recipes
 from deltanet_convert import convert, plan, select
+from deltanet_convert.select import run
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report import write_report
@@ -48,6 +49,20 @@ def test_a_selection_for_a_conversion(teacher: Path, tmp_path: Path) -> None:
     assert found.layers == (2,)
     planned = plan(teacher, keep=str(tmp_path / "s.json"), mixer="gated_deltanet")
     assert planned.to_json()["converted_layers"] == [0, 1, 3]
+
+
+def test_the_defaults_are_those_of_the_commands(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and states; windows alone where the converted model will read further than its teacher."""
+    tasks: list[Any] = []
+    monkeypatch.setattr(run, "run_selection", lambda task, *args, **kwargs: tasks.append(task))
+    titles = []
+    further: dict[str, Any]
+    for further in ({}, {"context": 512}):
+        titles.append({layer.title for layer in plan(teacher, keep="none", **further).layers})
+        select(teacher, tmp_path / "s.json", **further)
+    assert titles == [{"Gated DeltaNet + window 257"}, {"window of 481"}]
+    assert [task.sizes.kind.mixer.name for task in tasks] == ["gated_deltanet", "window"]
+    assert [task.sizes.bits for task in tasks] == [4, 4]
 
 
 def test_a_training_run(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     source = resolve_source(teacher, _teacher_copy(out), options.torch_dtype, options.revision)
     _check_apart(source.folder, out)
     opened = open_teacher(source)
-    options = options.for_heads_of(opened.head_dim)
+    options = options.for_teacher(opened)
     kept = chosen_layers(opened, out, options, show)
     table = options.table_of(kept, opened.config)
     if not table.converted and not table.key_order:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the help of a command imports neither torch nor transformer
     from deltanet_hf.models.layers import LayerTable
 
     from .select.selection_file import Selection
+    from .teacher_model import Teacher
 
 FEWEST_TOKENS = 64  # of calibration
 MOST_TOKENS = 10**9
@@ -31,7 +32,7 @@ MOST_DIGITS = 9  # of a whole number in an option
 HELP = "help"  # the value of `--set` that prints mixers and settings
 AUTO = "auto"  # the value of `--keep` that leaves the budget to the command
 BUDGET = re.compile(r"\d+(\.\d+)?\s*[A-Za-z%]*(@\w*)?")  # a number of units, a share, or bytes at a length
-DEFAULT_MIXER = "window"  # of the commands `convert` and `select`: ahead of a state in equal bytes (docs/results.md)
+DEFAULT_MIXER = "gated_deltanet+window"  # of `convert` and `select`: trained, ahead of windows alone in equal bytes
 
 
 def keep_of_layers(layers: str) -> str:
@@ -83,9 +84,9 @@ class ConvertOptions(Options):
     mixer: Annotated[
         str,
         Option(
-            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`: `gated_deltanet`, "
-            "`gated_deltanet+window` (a state and a window), `window` (the last tokens only), or another of `--set "
-            "help`; `NAME+window` exists for each that has a state.",
+            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}` (a window, and a state of what "
+            "has left it), but `window` (the last tokens only) with --context and for teachers with sliding layers. "
+            "Others: `gated_deltanet`, those of `--set help`, and `NAME+window` for each that has a state.",
             show_default=False,
         ),
     ] = "gated_deltanet"
@@ -156,7 +157,8 @@ class ConvertOptions(Options):
         BeforeValidator(lambda tokens: parse_tokens(tokens, "--context") if isinstance(tokens, str) else tokens),
         Option(
             help="Tokens that the converted model reads, such as 32k, if these are more than the teacher's positions. "
-            "Windows keep the teacher's, full-attention heads get further ones (--positions). Needs --mixer window.",
+            "Windows keep the teacher's, full-attention heads get further ones (--positions). "
+            "Elsewhere there are windows alone: no state reads that far.",
             show_default="the teacher's",
         ),
     ] = None
@@ -204,7 +206,7 @@ class ConvertOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Windows but for what `auto` chooses, and 4 bits, where the layers can have them; `layers` as `keep`."""
+        """Windows and states beside what `auto` chooses, and 4 bits where layers can have them; `layers` as `keep`."""
         layers = values.get("layers")
         if layers is not None:
             if "keep" in values:
@@ -249,13 +251,23 @@ class ConvertOptions(Options):
         self.table(1, ())
         return self
 
-    def for_heads_of(self, channels: int) -> ConvertOptions:
-        """The options for a teacher with such heads: where they have no form in 4 bits, the default is 16."""
+    def for_teacher(self, teacher: Teacher) -> ConvertOptions:
+        """The options with the defaults for a teacher.
+
+        Windows alone where --context or layers that slide allow no state of what has left a window; 16 bits for heads
+        that have no form in 4.
+        """
+        from deltanet_hf.mixers.layer.masks import sliding_window
+        from deltanet_hf.mixers.window import WindowAttention
         from deltanet_kernels.packed_cache.layout import takes_key_order
 
-        if self.cache_bits != 4 or "cache_bits" in self.model_fields_set or takes_key_order(channels):
-            return self
-        return self.model_copy(update={"cache_bits": 16})
+        slides = any(sliding_window(teacher.config, layer) is not None for layer in range(teacher.num_layers))
+        fitting: dict[str, Any] = {}
+        if self.mixer == DEFAULT_MIXER and (self.context is not None or slides):
+            fitting["mixer"] = WindowAttention.name
+        if self.cache_bits == 4 and not takes_key_order(teacher.head_dim):
+            fitting["cache_bits"] = 16
+        return self.model_copy(update={key: fitting[key] for key in fitting.keys() - self.model_fields_set})
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:
         """The layer table of the converted model.

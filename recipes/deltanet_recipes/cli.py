@@ -47,7 +47,7 @@ COMMANDS = {
         "convert_command",
         "Convert a pretrained softmax model: some heads or layers keep softmax attention to all tokens, the others get "
         "Gated DeltaNet, a window, or both.\n\n"
-        "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M-Instruct student --mixer gated_deltanet+window`",
+        "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M-Instruct student`",
     ),
     "select": Subcommand(
         "Convert",

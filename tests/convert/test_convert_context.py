@@ -74,7 +74,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
             ({"teacher": scaled}, UserError, "positions are linear, and only default ones can be extended"),
             ({"teacher": plain, "positions": "cut", "cache_bits": 4}, UserError, "cut distances need keys in 16"),
             ({"teacher": sliding}, UserError, "layer 0 of the teacher slides"),
-            ({"teacher": plain, "mixer": "gated_deltanet"}, UserError, "take --mixer window, or leave out --context"),
+            *(
+                ({"teacher": plain, "mixer": mixer, "layers": "all"}, UserError, "take --mixer window, or leave out")
+                for mixer in ("gated_deltanet", "gated_deltanet+window")
+            ),
         ],
     )
     with pytest.raises(UserError, match="--positions nope: changes nothing without --context"):

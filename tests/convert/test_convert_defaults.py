@@ -80,6 +80,8 @@ def test_without_options_and_gpu_derivatives_plan_heads_and_windows_in_4_bits(
     assert selection["order"][0] == [FAR_LAYER, FAR_HEAD]
     mixed = table["kinds"][table["layers"][FAR_LAYER]]
     assert mixed["heads"][FAR_HEAD] == "softmax"
+    assert mixed["linear_mixer"] == "gated_deltanet"
+    assert mixed["linear"]["delayed"]
     assert [table["kinds"][name]["window"] for name in table["layers"]] == selection["planned_windows"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
@@ -97,6 +99,32 @@ def test_a_dry_run_measures_nothing_and_has_the_bytes(
     assert 0.13 < taken / sum(layer.kv_bytes(512) for layer in job.plan.layers) <= 0.14
     assert job.table.softmax == []
     assert window == 417
+
+
+STATES, ALONE = "Gated DeltaNet + window 257", "window of 481"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "titles"),
+    [
+        ("llama", {"keep": "none"}, {STATES}),
+        ("llama", {"keep": "every:4"}, {STATES}),
+        ("llama", {"keep": "every:1"}, set()),
+        ("llama", {"keep": "none", "context": "512"}, {ALONE}),
+        ("gemma3_text", {"keep": "none"}, {ALONE}),  # some of its layers slide
+        ("gemma3_text", {"keep": "layers:0,2,3", "mixer": "gated_deltanet+window"}, {STATES}),
+    ],
+    ids=str,
+)
+def test_windows_have_states_but_where_those_read_too_little(
+    tmp_path: Path, family: str, options: dict[str, Any], titles: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", family)
+    convert_command(str(teacher), tmp_path / "out", dry_run=True, as_json=True, **options)
+    shown = capsys.readouterr()
+    layers = json.loads(shown.out)["layers"]
+    assert {layer["title"] for layer in layers if layer["kind"] != "softmax"} == titles
+    assert ("Windows alone (--mixer window): no state reads" in shown.err) == (titles == {ALONE})
 
 
 def test_pure_converts_every_layer_to_the_state_alone(

@@ -114,9 +114,9 @@ def test_refused_values_name_the_option() -> None:
 
 def test_defaults_are_those_of_the_command() -> None:
     rows: list[tuple[dict[str, Any], tuple[str, str, int]]] = [
-        ({}, ("auto", "window", 4)),
+        ({}, ("auto", "gated_deltanet+window", 4)),
         ({"mixer": "gated_deltanet"}, ("auto", "gated_deltanet", 4)),
-        ({"layers": "every:2", "cache_bits": 16}, ("every:2", "window", 16)),
+        ({"layers": "every:2", "cache_bits": 16}, ("every:2", "gated_deltanet+window", 16)),
         ({"mixer": "fox"}, ("none", "fox", 16)),
         ({"pure": True}, ("none", "gated_deltanet", 16)),
         ({"profile": "qwen3_5"}, ("none", "gated_deltanet", 16)),

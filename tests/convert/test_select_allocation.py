@@ -239,12 +239,15 @@ def test_the_command_prints_what_heads_get(far: Path, tmp_path: Path, capsys: py
     given = {key: value for key, value in QUICK.items() if key != "sinks"}
     select_command(str(far), out=tmp_path / "s.json", keep="14%@512", **given)
     printed = " ".join(capsys.readouterr().out.split())
-    windows = read_selection(tmp_path / "s.json").planned_windows
+    selection = read_selection(tmp_path / "s.json")
+    assert selection.settings["kind"]["mixer"] == "gated_deltanet"  # as plain `convert`
+    windows = selection.planned_windows
     assert windows is not None
     assert "measured on texts of 512 tokens" in printed
     assert "all others see the first 4 and the last " in printed
     for layer, window in enumerate(windows):
         assert re.search(rf"\b{window:,} in layers (\d, )*{layer}[,;.]", printed)
+    assert ", and have a state of what has left their window." in printed
     assert re.search(r"At 512 tokens a sequence takes \d+\.\d kB, the teacher's 1\.0 MB", printed)
 
 

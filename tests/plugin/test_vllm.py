@@ -22,11 +22,11 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
 from support.replayed_step import Recorder
-from support.tiny_models import ONE_NORM, mixed_mixture_table, mixture_table, tiny_table
+from support.tiny_models import ONE_NORM, READS_ALL, mixed_mixture_table, mixture_table, tiny_table
 from support.vllm_engine import TOKENS, Answer, by_generate, by_vllm, prompts, served_model
 
 LENGTHS = (5, 1, 40, 150, 33, 7, 200)
-NEAR = {"mixer": "gated_deltanet+window", "window": 5, "sinks": 2, "state_dtype": "float32"}
+NEAR = {"mixer": "gated_deltanet+window", "window": 5, "sinks": 2, "state_dtype": "float32", **READS_ALL}
 
 
 def skip_where_refused(refused: bool = True) -> None:
@@ -305,6 +305,13 @@ def test_bits_without_a_packed_form_and_further_positions_are_refused() -> None:
     further = dataclasses.replace(LayerTable.preset(4, "window"), positions=FarPositions("yarn", 128, 256))
     with pytest.raises(ValueError, match="positions: not served for models with converted layers; pass a model"):
         by_vllm(served_model("llama", further), prompts(3))
+
+
+def test_states_of_what_has_left_a_window_are_refused_with_what_is_served() -> None:
+    with pytest.raises(ValueError, match=r"delayed: not served .*; pass a model with .* \(convert --mixer window\)"):
+        by_vllm(served_model("llama", tiny_table(mixer="gated_deltanet+window")), prompts(3))
+    whole = tiny_table(layers=(), mixer="gated_deltanet+window")  # `convert --keep every:1`
+    assert_equal(served_model("llama", packed(whole)), prompts(*LENGTHS), STEP)
 
 
 @pytest.fixture

@@ -58,12 +58,13 @@ def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selectio
 
     out = output_path(options.out)
     # What `convert` makes; other runtimes have caches of 16 bits.
-    bits = {"cache_bits": 16} if options.exportable else {}
-    made = ConvertOptions(mixer=options.mixer, context=options.context, **bits)
+    bits = 16 if options.exportable else None
+    given = {"mixer": options.mixer, "context": options.context, "cache_bits": bits}
+    made = ConvertOptions(**{name: value for name, value in given.items() if value is not None})
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
-        table = made.for_heads_of(opened.head_dim).table_of((), opened.config)
+        table = made.for_teacher(opened).table_of((), opened.config)
         task = plan_selection(opened, options, table)
         return run_selection(task, out, show, overwrite=options.overwrite), task
 

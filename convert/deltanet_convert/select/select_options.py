@@ -78,13 +78,13 @@ class SelectOptions(Options):
         ),
     ] = None
     mixer: Annotated[
-        str,
+        str | None,
         Option(
             help="Layer that will replace softmax attention, whose cache a budget in bytes counts, as in `deltanet-hf "
-            f"convert`; by default `{DEFAULT_MIXER}`.",
-            show_default=False,
+            "convert`.",
+            show_default=DEFAULT_MIXER,
         ),
-    ] = DEFAULT_MIXER
+    ] = None
     window: Annotated[
         int, Option(help="Number of tokens that units see which are not kept, while others are scored."), Field(ge=1)
     ] = 64

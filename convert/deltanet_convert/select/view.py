@@ -38,15 +38,15 @@ def print_selection(selection: Selection, task: SelectionTask, console: Console)
             highlight=False,
         )
     if task.spending is not None:
-        _print_allocations(selection, task.text_length, console)
+        _print_allocations(selection, task, console)
     if (sizes := task.sizes) is not None:
         used, whole = size(sizes.total(selection.kept, selection.planned_windows)), size(sizes.teacher_bytes)
         console.print(f"At {sizes.at:,} tokens a sequence takes {used}, the teacher's {whole}.", highlight=False)
 
 
-def _print_allocations(selection: Selection, length: int, console: Console) -> None:
+def _print_allocations(selection: Selection, task: SelectionTask, console: Console) -> None:
     """The measured ways to spend the budget, and what each head gets by the best one."""
-    console.print(f"Ways to spend the budget, measured on texts of {length:,} tokens", highlight=False)
+    console.print(f"Ways to spend the budget, measured on texts of {task.text_length:,} tokens", highlight=False)
     table = Table()
     for column in ("whole", "windows elsewhere", "cache", "KL", "score", ""):
         table.add_column(column, justify="right")
@@ -63,9 +63,10 @@ def _print_allocations(selection: Selection, length: int, console: Console) -> N
     for layer, window in enumerate(selection.planned_windows or ()):
         if len(whole.get(layer, ())) < selection.num_key_value_heads:
             layers.setdefault(window, []).append(str(layer))
+    states = task.sizes is not None and task.sizes.kind.recurrent is not None
     console.print(
         f"The {units} of the first table keep all tokens; all others see the first {SINKS} and the last "
         + "; ".join(f"{window:,} in layers {', '.join(layers[window])}" for window in sorted(layers))
-        + ".",
+        + (", and have a state of what has left their window." if states else "."),
         highlight=False,
     )

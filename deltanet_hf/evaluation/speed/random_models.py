@@ -76,9 +76,9 @@ KINDS: dict[str, Layout] = {
     "hybrid25": Layout("gated_deltanet", layers=4),
     "window25": Layout("gated_deltanet+window", layers=4),
     "window25_4bit": Layout("gated_deltanet+window", layers=4, cache_bits=4),
-    "windows4bit": Layout("window", layers=4, cache_bits=4),  # the default of `convert` without a GPU
+    "windows4bit": Layout("window", layers=4, cache_bits=4),
     "heads10": Layout("window", heads=10, cache_bits=4),
-    "by_layer": Layout("window", heads=10, cache_bits=4, windows=PLANNED),  # as `convert` plans them
+    "by_layer": Layout("window", heads=10, cache_bits=4, windows=PLANNED),  # by `convert --mixer window`
     "states_by_layer": Layout("gated_deltanet+window", heads=10, cache_bits=4, windows=PLANNED_WITH_STATES),
 }
 
