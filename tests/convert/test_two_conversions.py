@@ -48,7 +48,7 @@ def test_two_processes_convert_into_one_folder(tmp_path: Path) -> None:
         )
 
     first = start("out")
-    while not (tmp_path / ".out.lock").exists():
+    while not (tmp_path / ".out.teacher").exists():  # which it writes when it has locked
         assert first.poll() is None, first.communicate()
         time.sleep(0.001)
     first.send_signal(signal.SIGSTOP)

@@ -99,7 +99,7 @@ def test_a_study_trains_measures_records_failures_and_resumes(workplace: Path, t
     assert "diverged" in rows["diverging"]["error"]
     assert rows["no-rope"]["conversion"] == {
         "mixer": "gated_deltanet", "profile": "faithful", "training": True, "set": {"rope": False},
-        "fit_memory": True, "layers": "all", "seed": 0,
+        "fit_memory": True, "keep": "none", "seed": 0,
     }  # fmt: skip
     assert rows["kept"]["conversion"]["set"] == {}
     assert (rows["no-rope"]["seed"], rows["kept"]["seed"]) == (1, 0)

@@ -106,7 +106,7 @@ def conversion_facts(folder: Path) -> dict[str, Any]:
         return {}
     options = {
         key: report["options"].get(key)
-        for key in ("mixer", "profile", "training", "set", "fit_memory", "layers", "seed")
+        for key in ("mixer", "profile", "training", "set", "fit_memory", "keep", "seed")
     }
     start = {key: report["held_out"][key] for key in ("perplexity", "kl")}
     start["relative_mse"] = float(np.mean([layer["relative_mse"] for layer in report["layers"]]))
