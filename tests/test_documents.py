@@ -42,6 +42,19 @@ HOUSE_WORDS = re.compile(  # of the project alone: say full-attention head, befo
 NAME_WITH_NUMBER = re.compile(  # Llama 3.2 1B, vLLM 0.25 to 0.32
     r"\b(?:\w*[A-Z]\w*|torch|transformers|peft)[ -]\d[\w.]*(?:[ -]\d[\w.]*[BM]\b)?(?: (?:to|and) \d[.\d]*)?"
 )
+WORDS = {  # of a page at most, without tables
+    "converting.md": 1500,
+    "gated-deltanet.md": 1200,
+    "kernels.md": 1500,
+    "mixers.md": 2500,
+    "results.md": 1500,
+    "running.md": 900,
+    "selecting.md": 900,
+    "serving.md": 1200,
+    "speed.md": 500,
+    "training.md": 1500,
+    "troubleshooting.md": 1000,
+}
 RULE = re.compile(r"<!-- example: gated_delta_rule [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -94,6 +107,13 @@ def test_a_sentence_of_a_user_page_has_at_most_three_numbers(page: Path) -> None
     text = re.sub(r"^(?:    |\||#).*$", "", NAME_WITH_NUMBER.sub("", prose(page)), flags=re.MULTILINE)
     for sentence in re.split(r"[.!?]\s+|\n\n|\n- |\n\d\. ", text):
         assert len(re.findall(r"(?<![\w.-])\d[\d.,:]*", sentence)) <= 3, " ".join(sentence.split())
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_a_page_is_no_longer_than_its_budget(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    read = re.sub(r"^\|.*$|<!--.*?-->|\]\([^)]*\)", "", text, flags=re.MULTILINE)
+    assert len(read.split()) <= WORDS[page]
 
 
 def links_lead_somewhere(page: Path) -> None:

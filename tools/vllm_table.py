@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from measuring.markdown import Column, table
+from measuring.markdown import Column, figure, table
 from measuring.rows import Row, RowFile
 
 NAMES = {"teacher": "teacher", "windows4bit": "a quarter of the layers whole", "heads10": "a tenth of the heads whole"}
@@ -17,7 +17,7 @@ def vllm(path: Path) -> str:
         Column("shape", lambda row: row["shape"]),
         Column("model", lambda row: NAMES[row["kind"]]),
         Column("sequences x tokens", lambda row: f"{row['sequences']} x {row['tokens']:,}"),
-        Column("prompts, s", lambda row: f"{row['prompts_seconds']:.2f}"),
+        Column("prompts, s", lambda row: figure(row.get("prompts_seconds"), digits=2)),
         Column("step, ms", lambda row: f"{row['step_ms']:.1f}"),
         Column("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
         Column("fit", lambda row: f"{row['fits']:,}"),
