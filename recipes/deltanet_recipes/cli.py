@@ -119,7 +119,7 @@ COMMANDS = {
         "deltanet_hf.evaluation.speed.command",
         "bench_command",
         "Measure prefill, decoding and memory of a model and its teacher.\n\n"
-        "Example: `deltanet-hf bench student --teacher HuggingFaceTB/SmolLM2-135M-Instruct --context 2048 --batch 1`",
+        "Example: `deltanet-hf bench student --teacher HuggingFaceTB/SmolLM2-135M-Instruct --context 2k --batch 1`",
     ),
     "generate": Subcommand(
         "Run",

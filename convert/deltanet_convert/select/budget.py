@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.token_count import parse_tokens
 
-from ..command_options import parse_size, parse_tokens
+from ..command_options import parse_size
 from ..views.plan_view import size
 from .units import Candidates, evenly
 
