@@ -28,9 +28,14 @@ class QualityError(Exception):
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """', did you mean X?' for the name that `got` abbreviates (gdn: gated_deltanet) or resembles; '' if none is."""
+    """', did you mean X?' for the name that `got` resembles or else abbreviates; '' if none is.
+
+    Up to three letters are first taken for an abbreviation: gdn is gated_deltanet, although it resembles gdn2.
+    """
     names = list(known)
-    close = [name for name in names if _abbreviates(got, name)] or difflib.get_close_matches(got, names, cutoff=0.7)
+    close = [name for name in names if _abbreviates(got, name)]
+    if len(got) > 3 or not close:
+        close = difflib.get_close_matches(got, names, cutoff=0.7) or difflib.get_close_matches(got, close, cutoff=0)
     return f", did you mean {close[0]}?" if close else ""
 
 

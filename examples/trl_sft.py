@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
+from deltanet_hf import cache_bits_of, set_cache_bits
 
 CPU = not torch.cuda.is_available()
 

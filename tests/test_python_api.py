@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import deltanet_convert
+import deltanet_hf
 import deltanet_recipes
 from deltanet_convert import convert, plan, select
 from deltanet_convert.select import run
@@ -18,6 +19,7 @@ from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report import write_report
 from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_recipes import distill, report
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 from support.tiny_run import ALIGN, make_workplace, recipe_tree, write_recipe
@@ -79,6 +81,12 @@ def test_a_report_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = report("teacher", [tmp_path / "a", "b=hub/b"], tmp_path / "out", suite="texts", limit=2)
     students = [str(tmp_path / "a"), "b=hub/b"]
     assert made["options"] == ReportOptions("teacher", students, tmp_path / "out", suite="texts", limit=2)
+
+
+def test_the_names_of_deltanet_hf_are_found_when_they_are_used() -> None:
+    names = [name for name in deltanet_hf.__all__ if name != "__version__"]
+    assert [getattr(deltanet_hf, name).__name__ for name in names] == names
+    assert deltanet_hf.set_cache_bits is set_cache_bits
 
 
 @pytest.mark.parametrize("package", [deltanet_convert, deltanet_recipes])

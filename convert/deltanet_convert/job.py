@@ -18,7 +18,7 @@ from deltanet_hf.publish import Workspace, check_target
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
-from .keep_option import chosen_layers
+from .keep_option import check_keep, chosen_layers
 from .options import ConvertOptions
 from .select.for_convert import selection_path
 from .select.run import Show, unseen
@@ -54,6 +54,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         UserError: the teacher, an option or the output folder cannot be used.
     """
     check_target(out)
+    check_keep(options)
     device = chosen_device(options.device)
     source = resolve_source(teacher, _teacher_copy(out), options.torch_dtype, options.revision)
     _check_apart(source.folder, out)

@@ -10,15 +10,29 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, did_you_mean
 
-from .options import ConvertOptions
+from .options import AUTO, ConvertOptions
 from .select.for_convert import auto_selection
 from .select.run import Show
 from .select.selection_file import MAX_BYTES, Selection, parse_selection
 from .teacher_model import Teacher
 
 MAX_LIST_BYTES = 1_000_000
+
+
+def check_keep(options: ConvertOptions) -> None:
+    """Raises UserError for a value that is neither in the option's grammar nor a file."""
+    spec = options.keep
+    if options.automatic or spec == "none" or spec.startswith(("every:", "layers:")):
+        return
+    if not os.path.exists(os.path.expanduser(spec)):  # False also for what no file can be called
+        _, colon, rest = spec.partition(":")
+        meant = did_you_mean(spec, (AUTO, "none", f"every{colon}{rest}", f"layers{colon}{rest}"))
+        raise UserError(
+            f"--keep: got '{spec}'{meant}; expected {AUTO}, 40MB@32k, 5%@16k, 25%, 7, every:N, layers:3,7,11, none or "
+            "an existing file"
+        )
 
 
 def chosen_layers(teacher: Teacher, out: Path, options: ConvertOptions, show: Show) -> tuple[int, ...] | Selection:
@@ -55,10 +69,6 @@ def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     if spec.startswith("layers:"):
         return _check_indices(f"--keep {spec}", _numbers(spec.removeprefix("layers:"), "--keep"), num_layers)
     path = Path(os.path.expanduser(spec))
-    if not os.path.exists(path):  # False also for what no file can be called
-        raise UserError(
-            f"--keep: got '{spec}', expected 5%@16k, 25%, 7, every:N, layers:3,7,11, none or an existing file"
-        )
     return _check_indices(f"--keep {path}", _from_file(path), num_layers)
 
 

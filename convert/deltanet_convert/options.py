@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from typer import Exit, Option
 
 from deltanet_hf.errors import UserError, did_you_mean
+from deltanet_hf.token_count import parse_tokens
 
-from .command_options import ASIDE, DTYPES, Options, parse_size, parse_tokens, torch_dtype
+from .command_options import ASIDE, DTYPES, Options, parse_size, torch_dtype
 
 if TYPE_CHECKING:  # the help of a command imports neither torch nor transformers
     import torch

@@ -37,9 +37,10 @@ class Subcommand:
 
 UNKNOWN_ALLOWED = {"allow_extra_args": True, "ignore_unknown_options": True}
 KEYS = (
-    "Keys that most runs set: `student`, `output`, `data.sources`, `stages.distil.tokens`, "
-    "`stages.distil.micro_batch_rows`, `engine.sharding`; docs/recipe-keys.md has all.\n\n"
+    "Keys that most runs set: `student`, `output`, `data.sources`, `stages.STAGE.tokens`, "
+    "`stages.STAGE.micro_batch_rows`, `engine.sharding`; docs/recipe-keys.md has all.\n\n"
 )
+OWN_TEXT = "'data.decontaminate=[]' 'data.sources=[{path: corpus.jsonl}]'"
 COMMANDS = {
     "convert": Subcommand(
         "Convert",
@@ -81,23 +82,21 @@ COMMANDS = {
         "deltanet_recipes.command",
         "data",
         f"Tokenise the text of a recipe, without documents that overlap with evaluation texts.\n\n{KEYS}"
-        "Example: `deltanet-hf data smollm2-135m student=student 'data.decontaminate=[]' "
-        "'data.sources=[{path: corpus.jsonl}]'`",
+        f"Example: `deltanet-hf data smollm2-135m student=student {OWN_TEXT}`",
     ),
     "align": Subcommand(
         "Train",
         "deltanet_recipes.command",
         "align",
         "Train each converted layer to reproduce its teacher's attention output: the align stage of a recipe.\n\n"
-        f"{KEYS}Example: `deltanet-hf align smollm2-135m-hybrid-10m student=smol`",
+        f"{KEYS}Example: `deltanet-hf align smollm2-135m student=student {OWN_TEXT}`",
     ),
     "distill": Subcommand(
         "Train",
         "deltanet_recipes.command",
         "distill",
         "Run all training stages of a recipe. After an interruption, the same command continues the run.\n\n"
-        f"{KEYS}Example: `deltanet-hf distill smollm2-135m student=student output=run "
-        "'data.decontaminate=[]' 'data.sources=[{path: corpus.jsonl}]'`",
+        f"{KEYS}Example: `deltanet-hf distill smollm2-135m student=student output=run {OWN_TEXT}`",
     ),
     "report": Subcommand(
         "Measure",
@@ -120,7 +119,7 @@ COMMANDS = {
         "deltanet_hf.evaluation.speed.command",
         "bench_command",
         "Measure prefill, decoding and memory of a model and its teacher.\n\n"
-        "Example: `deltanet-hf bench student --teacher HuggingFaceTB/SmolLM2-135M-Instruct --context 2048 --batch 1`",
+        "Example: `deltanet-hf bench student --teacher HuggingFaceTB/SmolLM2-135M-Instruct --context 2k --batch 1`",
     ),
     "generate": Subcommand(
         "Run",

@@ -18,7 +18,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Values that replace those of the recipe: stages.distil.tokens=1000000 output=runs/b",
+        help="Values that replace those of the recipe: stages.long.tokens=1000000 output=runs/b",
     ),
 ]
 

@@ -59,7 +59,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"override {override!r}: write it as key=value, for example stages.distil.tokens=1000000")
+        raise UserError(f"override {override!r}: write it as key=value, for example stages.long.tokens=1000000")
     try:
         value = yaml.safe_load(text)
     except Exception:  # of many types, as above
@@ -82,11 +82,12 @@ def _position(node: Any, part: str, key: str, parent: str) -> Any:
     if isinstance(node, list):
         if part.isdecimal() and int(part) < len(node):
             return int(part)
-        names = [{item.get("name"), item.get("kind")} if isinstance(item, dict) else set() for item in node]
+        names = [(item.get("kind"), item.get("name")) if isinstance(item, dict) else () for item in node]
         for index, found in enumerate(names):
             if part in found or (part == "distill" and "distil" in found):  # as the command is called
                 return index
-        known = ", ".join(sorted(name for found in names for name in found if name)) or f"numbers below {len(node)}"
+        distinct = dict.fromkeys(str(name) for found in names for name in found if name)
+        known = ", ".join(distinct) or f"numbers below {len(node)}"
         raise UserError(f"override {key}: {parent} has no element {part!r}; it has {known}")
     raise UserError(f"override {key}: {parent} is a value, not a section")
 
@@ -138,17 +139,16 @@ def _check_files(path: Path, recipe: Recipe) -> None:
 
 def _missing_files(data: Data) -> list[str]:
     problems = []
+    named = [*(source.path for source in data.sources if source.path is not None), *data.decontaminate]
+    if missing := [f"{name} does not exist" for name in named if not os.path.exists(name)]:
+        remedy = "'data.decontaminate=[]' 'data.sources=[{path: FILE}]'"
+        problems.append(f"data: {', '.join(missing)}; to train on text of your own, give {remedy}")
     for index, source in enumerate(data.sources):
-        if source.path is not None and not os.path.exists(source.path):
-            problems.append(f"data.sources.{index}.path: {source.path} does not exist (other text: docs/training.md)")
-        elif source.path is not None and not os.path.isdir(source.path) and not _is_known_kind(Path(source.path)):
+        if source.path is not None and os.path.isfile(source.path) and not _is_known_kind(Path(source.path)):
             problems.append(
                 f"data.sources.{index}.path: {source.path} is none of .txt, .md, .jsonl, .npy (each also as .gz or "
                 ".xz) and .parquet"
             )
-    problems += [
-        f"data.decontaminate: {name} does not exist" for name in data.decontaminate if not os.path.exists(name)
-    ]
     return problems
 
 

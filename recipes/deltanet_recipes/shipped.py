@@ -49,7 +49,8 @@ def recipes_command(
         _list(shipped)
         return
     if name not in shipped:
-        raise UserError(f"{name}: no shipped recipe has this name; there are {', '.join(shipped)}")
+        meant = did_you_mean(name, shipped)
+        raise UserError(f"{name}: no shipped recipe has this name{meant}; there are {', '.join(shipped)}")
     if out is None:
         typer.echo(shipped[name].read_text(encoding="utf-8"), nl=False)
         return

@@ -148,7 +148,7 @@ def test_pure_converts_every_layer_to_the_state_alone(
             {"profile": "qwen3_5", "mixer": "gated_deltanet+window"},
             "--profile: got 'qwen3_5', whose layer has no window; take the mixer gated_deltanet",
         ),
-        ({"layers": "automatic"}, "--keep: got 'automatic', expected 5%@16k, 25%, 7, every:N"),
+        ({"layers": "automatic"}, "--keep: got 'automatic'; expected auto, 40MB@32k, 5%@16k, "),
     ],
 )
 def test_contradictions_are_one_line(teacher: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from deltanet_convert.command_options import parse_size
+from deltanet_convert.job import prepare
 from deltanet_convert.keep_option import softmax_layers
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.views.settings_view import meanings, own_keys, print_settings
@@ -51,14 +52,26 @@ def test_refused_layers() -> None:
         ("layers:2,2", "layer 2 is listed twice"),
         ("layers:", "lists no layer"),
         ("layers:1.5", "'1.5' is not a layer index"),
-        ("some" * 1000, "or an existing file"),
-        ("~nobody-of-this-name/x", "or an existing file"),
-        ("some", "expected 5%@16k, 25%, 7, every:N, layers:3,7,11, none or an existing file"),
     ]
     assert_refused(
         lambda spec: softmax_layers(spec, 6),
         [({"spec": spec}, UserError, rf"^--keep.*{said}.*\Z") for spec, said in rows],
     )
+
+
+def test_what_is_no_value_of_keep(tmp_path: Path) -> None:
+    """It is refused before the teacher is looked for."""
+    said = "; expected auto, 40MB@32k, 5%@16k, 25%, 7, every:N, layers:3,7,11, none or an existing file"
+    for spec, meant in (
+        ("evry:4", ", did you mean every:4?"),
+        ("layer:3,7", ", did you mean layers:3,7?"),
+        ("some", ""),
+        ("some" * 50, ""),
+        ("~nobody-of-this-name/x", ""),
+    ):
+        with pytest.raises(UserError) as caught:
+            prepare("no/such/teacher", tmp_path / "out", ConvertOptions(keep=spec))
+        assert str(caught.value) == f"--keep: got '{spec}'{meant}{said}"
 
 
 def test_refused_layer_files(tmp_path: Path) -> None:

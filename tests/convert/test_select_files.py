@@ -92,7 +92,7 @@ def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more() -> None:
 
 
 WRONG_BUDGETS: list[tuple[str, str]] = [
-    ("many", "--keep many: expected a number of units"),
+    ("many", "--keep many: expected a number of units such as 7, a share such as 25%, 40MB@32k, or auto; "),
     ("", "--keep : expected a number of units"),
     ("-1", "--keep -1: expected"),
     ("²", "--keep ²: expected"),

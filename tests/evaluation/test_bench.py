@@ -284,9 +284,9 @@ def test_what_does_not_fit_has_no_row(
 
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.measure_speed", full)
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", lambda *args, **kwargs: 0.0)
-    assert typed(monkeypatch, *RANDOM, "--context", 16, "--batch", 1, "--out", tmp_path) != 0
+    assert typed(monkeypatch, *RANDOM, "--context", "2k", "--batch", 1, "--out", tmp_path) != 0
     said = capsys.readouterr().err
-    assert said.count("1 x 16: out of memory") == 4
+    assert said.count("1 x 2048: out of memory") == 4
     assert "nothing was measured" in said
     assert not list(tmp_path.iterdir())
 
@@ -298,7 +298,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--random-weights", "1B", "--teacher", "t"), "makes its own teacher"),
     (("--random-weights", "1B", "--mixer", "x"), "--mixer: got 'x'"),
     (("--random-weights", "1B", "--dtype", "int8"), "--dtype: got 'int8'"),
-    (("m", "--context", "0"), "--context: got 0"),
+    (("m", "--context", "0"), "--context: '0' is no length in tokens; write it as 32768 or 32k"),
     (("m", "--batch", "-1"), "--batch: got -1"),
     (("m", "--batch", "9" * 30), "expected 1 to 1,000,000,000"),
     (("m", "--mode", "fast"), "--mode: got 'fast', expected one of eager"),

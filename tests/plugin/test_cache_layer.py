@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from deltanet_hf.decoding.fixed_cache import FixedCache, layout
@@ -69,6 +69,15 @@ def test_its_tensors_grow_at_fixed_addresses_and_come_back() -> None:
     assert first["log.log"].equal(own["log.log"][:, :4])
     assert first["softmax.keys"].equal(own["softmax.keys"][:, :, :4])
     assert first["log.state"].equal(own["log.state"])
+
+
+@torch.no_grad()
+def test_a_kind_that_grows_is_refused_in_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mixer, "cache_class", Log)
+    model = tiny_student("llama")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match=r"^cache: a static cache has no room for what grows with the tokens \(Log\)"):
+        model(torch.arange(3, 12)[None], past_key_values=cache, use_cache=True)
 
 
 @torch.no_grad()

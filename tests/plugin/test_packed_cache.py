@@ -340,11 +340,13 @@ def test_a_model_in_a_wrapper_takes_other_bits() -> None:
 
 
 def test_what_has_no_packed_form_is_refused() -> None:
-    model = made("hybrid")
+    model, static = made("window"), {"cache_implementation": "static", "max_new_tokens": 2, "disable_compile": True}
     with pytest.raises(ValueError, match=r"cache bits: packed sequences are read in 16 bits; call set_cache_bits"):
         model(LONG[:1], position_ids=torch.arange(150)[None] % 50, use_cache=False)
     with pytest.raises(ValueError, match="cache bits: a static cache holds 16 bits"):
-        model.generate(LONG[:, :40], cache_implementation="static", max_new_tokens=2, disable_compile=True)
+        model.generate(LONG[:, :40], **static)
+    with pytest.raises(ValueError, match=r"no room for what grows with the tokens \(PackedCacheLayer\)"):
+        made("teacher").generate(LONG[:, :40], **static)
 
 
 def states(cache: Any) -> dict[str, Tensor]:

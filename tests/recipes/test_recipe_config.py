@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from deltanet_hf.errors import UserError
+from deltanet_recipes.cli import COMMANDS
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil, DistilBase, Recipe
 from deltanet_recipes.shipped import recipe_path, recipes_command, shipped_recipes
@@ -71,8 +73,8 @@ def test_missing_files_are_named(place: Path) -> None:
     tree["student"] = str(place / "absent")
     message = refused(place, tree)
     assert "student:" in message
-    assert "nowhere.jsonl does not exist" in message
-    assert "no.txt does not exist" in message
+    remedy = "to train on text of your own, give 'data.decontaminate=[]' 'data.sources=[{path: FILE}]'"
+    assert message.endswith(f"data: nowhere.jsonl does not exist, no.txt does not exist; {remedy}")
 
 
 def test_a_model_that_is_its_own_teacher_needs_text(place: Path) -> None:
@@ -128,6 +130,12 @@ def test_values_that_no_run_can_use(place: Path) -> None:
         assert said in refused(place, recipe_tree(place, [ALIGN]), override), override
 
 
+def test_stages_are_named_in_their_order_and_once(place: Path) -> None:
+    long = [{**DISTIL, "kind": "long"}, {**DISTIL, "kind": "long", "name": "8k"}]
+    message = refused(place, recipe_tree(place, [ALIGN, *long]), "stages.distil.tokens=1")
+    assert message.endswith("stages has no element 'distil'; it has align, long, 8k")
+
+
 def test_not_yaml_and_not_there(place: Path) -> None:
     for text in ("a: [1", "[" * 5000):
         (place / "bad.yaml").write_text(text)
@@ -166,13 +174,24 @@ def test_a_file_comes_before_a_shipped_recipe_of_its_name(place: Path, monkeypat
     monkeypatch.chdir(place)
     name = next(iter(shipped_recipes()))
     assert recipe_path(name) == shipped_recipes()[name]
-    Path(name).mkdir()  # `make demo` runs the recipe `demo` beside its folder `demo`
+    Path(name).mkdir()  # `deltanet-hf demo demo` runs the recipe `demo` beside its folder `demo`
     assert recipe_path(name) == shipped_recipes()[name]
     Path(name).rmdir()
     Path(name).write_text("")
     assert recipe_path(name) == Path(name)
     with pytest.raises(UserError, match=rf"^nowhere: no such recipe; [^\n]*\b{name}\b[^\n]*$"):
         recipe_path("nowhere")
+    for got, meant in (("smollm2-135", "smollm2-135m"), ("llama-1b", "llama-3.2-1b")):
+        with pytest.raises(UserError, match=f"^{got}: no such recipe, did you mean {meant}[?];"):
+            recipe_path(got)
+
+
+def test_the_examples_of_the_help_need_no_other_files(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (place / "text.jsonl").rename("corpus.jsonl")
+    for command in ("data", "align", "distill"):
+        _, _, recipe, *overrides = shlex.split(COMMANDS[command].help.partition("Example: ")[2].strip("`"))
+        assert load_recipe(recipe, overrides).student == "student"
 
 
 def test_shipped_recipes_are_listed_and_copied(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -191,5 +210,7 @@ def test_shipped_recipes_are_listed_and_copied(place: Path, monkeypatch: pytest.
         recipes_command("qwen3-8b", place / "mine.yaml")
     with pytest.raises(UserError, match="nowhere: no shipped recipe has this name; there are demo, "):
         recipes_command("nowhere")
+    with pytest.raises(UserError, match=r"^smollm: no shipped recipe has this name, did you mean smollm2-135m[?];"):
+        recipes_command("smollm")
     with pytest.raises(UserError, match="cannot be written"):
         recipes_command("qwen3-8b", place / "absent" / "mine.yaml")

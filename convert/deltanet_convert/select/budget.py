@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.token_count import parse_tokens
 
-from ..command_options import parse_size, parse_tokens
+from ..command_options import parse_size
 from ..views.plan_view import size
 from .units import Candidates, evenly
 
@@ -51,8 +52,8 @@ class Budget:
             return cls(parse_size(amount, said), "bytes", at, text, said)
         if not re.fullmatch(r"\d{1,9}", amount, re.ASCII):
             raise UserError(
-                f"{said}: expected a number of units such as 7, a share such as 25%, or 40MB@32k; what names layers "
-                "itself is for deltanet-hf convert"
+                f"{said}: expected a number of units such as 7, a share such as 25%, 40MB@32k, or auto; what names "
+                "layers itself is for deltanet-hf convert"
             )
         return cls(int(amount), "count", None, text, said)
 

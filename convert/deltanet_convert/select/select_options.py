@@ -9,8 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from typer import Option
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.token_count import parse_tokens
 
-from ..command_options import Options, parse_tokens
+from ..command_options import Options
 from ..options import AUTO, DEFAULT_MIXER
 from .budget import Budget
 from .units import UNITS

@@ -206,7 +206,7 @@ def _bits_note(bits: int) -> str:
     if bits == 16:
         return ""
     return f""". The converted model keeps keys and values in {bits} bits, as in the measurements above
-(`set_cache_bits(model, 16)` of `deltanet_hf.models.cache_bits` sets 16)"""
+(`deltanet_hf.set_cache_bits(model, 16)` sets 16)"""
 
 
 def _mean(values: list[float]) -> float:

@@ -33,8 +33,8 @@ def bench_command(
         ),
     ] = None,
     context: Annotated[
-        list[int] | None,
-        typer.Option(help="Length of the prompts in tokens, repeatable.", show_default="2048 and 16384"),
+        list[str] | None,
+        typer.Option(help="Length of the prompts in tokens, such as 2k, repeatable.", show_default="2k and 16k"),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Batch size, repeatable.", show_default="1 and 16")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs, whose median is taken.")] = 5,
@@ -58,9 +58,11 @@ def bench_command(
     from deltanet_hf.evaluation.speed.views import draw, table
     from deltanet_hf.loading import chosen_device
     from deltanet_hf.safe_write import writing
+    from deltanet_hf.token_count import parse_tokens
 
+    contexts = [parse_tokens(length, "--context") for length in context or ("2k", "16k")]
     usual = "eager" if chosen_device(device).type == "cpu" else "graph"
-    conditions = Conditions(context or [2048, 16384], batch or [1, 16], mode or [usual], repeats)
+    conditions = Conditions(contexts, batch or [1, 16], mode or [usual], repeats)
     check_conditions(conditions)
     found = subjects(model, teacher, random_weights, mixer, dtype, device)
     if out is not None:

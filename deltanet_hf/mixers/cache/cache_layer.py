@@ -58,10 +58,18 @@ def new_layer(cache: Cache, kind: type[MixerCacheLayer], owner: str | None = Non
     """An empty layer for `cache`, of this class where it is not static.
 
     The length of a static cache is the longest of its layers: those with sliding windows are shorter than the sequence.
+
+    Raises:
+        ValueError: a class that grows, in a static cache.
     """
     others = cache.layers
     lengths = [getattr(other, "max_cache_len", 0) for other in others]
     lengths += [getattr(other, "static_length", 0) for other in others]
     if not any(lengths):
         return kind(owner)
+    if kind.grows:
+        raise ValueError(
+            f"cache: a static cache has no room for what grows with the tokens ({kind.__name__}), and holds keys and "
+            "values in 16 bits only; use a cache that grows, such as DynamicCache()"
+        )
     return StaticMixerCacheLayer(max(lengths), owner, all(getattr(other, "is_sliding", False) for other in others))

@@ -56,7 +56,7 @@ def write_report(
     lines = [
         "# SmolLM2-135M-Instruct with a small part of its KV cache",
         "",
-        f"Made by `make demo` on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
+        f"Made by `deltanet-hf demo` on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
         f"{platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}; "
         f"teacher from {origin}. The alignment is kept short; `deltanet-hf recipes` lists complete recipes.",
         "",
