@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # its help imports neither torch nor transformers
     from transformers.cache_utils import Cache
 
 LEAST_TEMPERATURE = 1e-4  # logits divided by less have no finite exponentials
-COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and recorded as CUDA graphs
+COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and captured as CUDA graphs
 
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:

@@ -331,8 +331,8 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             packed_part_triton(PackedPartCall(*joint, *rest, bounds, 250))
             token = [x[:, :1] for x in (q, k, v)]
             packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap))
-            slots = torch.tensor([1, 0], dtype=torch.int32)
-            packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap, slots=slots))
+            state_indices = torch.tensor([1, 0], dtype=torch.int32)
+            packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap, state_indices=state_indices))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found

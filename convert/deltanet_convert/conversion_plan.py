@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
-from deltanet_hf.mixers.cache.packed_reach import tokens_before
+from deltanet_hf.mixers.cache.quantised_cache_spec import tokens_before
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class

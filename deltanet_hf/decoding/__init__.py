@@ -1,28 +1,28 @@
-"""Decoding by CUDA graph: the step of a converted model is recorded once per batch size and replayed for each token.
+"""Decoding by CUDA graph: the step of a converted model is captured once per batch size and replayed for each token.
 
-Short prompts are recorded, too.
+Short prompts are captured, too.
 
-`generate` of a converted model uses it on CUDA devices (`generation.py`), unless something cannot be recorded
+`generate` of a converted model uses it on CUDA devices (`generation.py`), unless something cannot be captured
 (`obstacles.py`), it has no fast form (`deltanet_hf.fast`), or the caller passes `disable_compile=True`.
 
-    file                  holds
-    --------------------  ------------------------------------------------------------------------------
-    generation.py         where `generate` is entered, and the callable that stands for the model's forward
-    obstacles.py          the reasons for decoding without a graph
-    recorded_step.py      inputs and outputs of the step, and its recording
-    recorded_prompt.py    the same for short prompts
-    prompts.py            which prompts are read by a recording
-    recordings.py         the recordings of each model
-    recorders.py          how a device records work; the tests add a recorder for CPUs
-    served.py             the same for softmax models
-    graphed_step.py       the recorded step for other loops than `generate`, or that of torch.compile's form of a model
-    fixed_cache.py        the tensors of a cache at addresses that stay
+    file                 holds
+    -------------------  ------------------------------------------------------------------------------
+    generation.py        where `generate` is entered, and the callable that stands for the model's forward
+    obstacles.py         the reasons for decoding without a graph
+    captured_step.py     inputs and outputs of the step, and its graph
+    captured_prefill.py  the same for short prompts
+    prompts.py           which prompts are read by a graph
+    captured_graphs.py   the graphs of each model
+    capture.py           how a device captures work; the tests add a capture for CPUs
+    served.py            the same for softmax models
+    graphed_step.py      the captured step for other loops than `generate`, or that of torch.compile's form of a model
+    static_cache.py      the tensors of a cache at addresses that stay
 
-Recurrent states and windows have one size at any length, so one recording serves all positions. The keys and values of
-kept softmax layers get more places than there are tokens; where they run out, the step is recorded again.
+Recurrent states and windows have one size at any length, so one graph serves all positions. The keys and values of
+kept softmax layers get more places than there are tokens; where they run out, the step is captured again.
 """
 
-from deltanet_hf.decoding.recordings import decoded_by, forget_graphs
+from deltanet_hf.decoding.captured_graphs import decoded_by, forget_graphs
 from deltanet_hf.decoding.served import serve
 
 __all__ = ["decoded_by", "forget_graphs", "serve"]

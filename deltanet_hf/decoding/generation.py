@@ -1,4 +1,4 @@
-"""Where `generate` of a converted model is entered, to decode by a recorded step."""
+"""Where `generate` of a converted model is entered, to decode by a captured step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
+from deltanet_hf.decoding.captured_graphs import captured_graphs_of
+from deltanet_hf.decoding.captured_step import CapturedStep
 from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
 from deltanet_hf.decoding.prompts import read_prompt
-from deltanet_hf.decoding.recorded_step import RecordedStep
-from deltanet_hf.decoding.recordings import recordings_of
+from deltanet_hf.decoding.static_cache import NotCapturable, capacity_for, layout
 from deltanet_hf.fast import FastDecoder, fast_form, held_form
 from deltanet_hf.mixers.cache.argument import CACHE
 
@@ -51,11 +51,11 @@ class GraphedGeneration:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
-        recordings, form = recordings_of(self), fast_form(self)  # type: ignore[arg-type]
+        graphs, form = captured_graphs_of(self), fast_form(self)  # type: ignore[arg-type]
         reason = "called with positional arguments" if args else obstacle(self, input_ids.shape[1], options)
         form = form if reason is None else reason
         if isinstance(form, str):
-            recordings.report = f"separate launches: {form}"
+            graphs.report = f"separate launches: {form}"
             logger.info("decoding by separate launches: %s", form)
             return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
         decoder = GraphedDecoder(self, form, options["generation_config"])
@@ -82,7 +82,7 @@ class GraphedGeneration:
         return super().__call__(*args, **kwargs) if output is None else output  # type: ignore[misc]
 
     def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
-        recordings_of(self).report = f"separate launches: the mode is {generation_mode.value}"  # type: ignore[arg-type]
+        captured_graphs_of(self).report = f"separate launches: the mode is {generation_mode.value}"  # type: ignore[arg-type]
         super()._validate_generation_mode(generation_mode, *args, **kwargs)  # type: ignore[misc]
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -98,7 +98,7 @@ class GraphedDecoder:
     """Stands for the forward of `model` during one call of `generate`.
 
     The first token is decoded by separate launches, which compiles and loads what the step needs; then the step is
-    recorded, unless the model has a recording that serves. Whatever a recording does not compute goes to the model.
+    captured, unless the model has a graph that serves. Whatever a graph does not compute goes to the model.
 
     Args:
         form: the fast form of the model.
@@ -107,10 +107,10 @@ class GraphedDecoder:
 
     def __init__(self, model: Any, form: FastDecoder, generation: Any) -> None:
         self.model, self._form, self._generation = model, form, generation
-        self._recordings = recordings_of(model)
-        self._recordings.report = "separate launches: nothing was decoded"
+        self._graphs = captured_graphs_of(model)
+        self._graphs.report = "separate launches: nothing was decoded"
         self._longest = 0 if generation.max_length is None else int(generation.max_length)
-        self._step: RecordedStep | None = None
+        self._step: CapturedStep | None = None
         self._cache: Cache | None = None
         self._key: Any = None
         self._warm = self._failed = self._closed = False
@@ -122,13 +122,13 @@ class GraphedDecoder:
             self._leave()
             return self.model(**inputs)
         assert self._step is not None
-        if self._step.fixed.full:
+        if self._step.buffers.full:
             self._make_room(cache, inputs)
         step = self._step
         step.set_inputs(inputs)
-        logits = step.replay() if self._is_recorded(step, cache) else step.run(self.model, cache)
+        logits = step.replay() if self._is_captured(step, cache) else step.run(self.model, cache)
         self._warm = True
-        step.fixed.advance()
+        step.buffers.advance()
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -142,14 +142,14 @@ class GraphedDecoder:
             return
         self._step = self._cache = None
         returned = self._generation.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-        if returned and step.fixed.grows:  # then the cache takes the memory, instead of a copy
-            step.fixed.unload(cache, copied=False)
+        if returned and step.buffers.grows:  # then the cache takes the memory, instead of a copy
+            step.buffers.unload(cache, copied=False)
             return
-        step.fixed.unload(cache, copied=returned)
+        step.buffers.unload(cache, copied=returned)
         if not returned:
-            cache.layers.clear()  # of a cache that nobody else has; its tensors are those of the recording
-        if step.is_recorded:
-            self._recordings.put(step)
+            cache.layers.clear()  # of a cache that nobody else has; its tensors are those of the graph
+        if step.is_captured:
+            self._graphs.put(step)
 
     def _started(self, cache: Cache, inputs: dict[str, Any]) -> bool:
         """Whether the cache is in place; brings it in at the first token."""
@@ -161,7 +161,7 @@ class GraphedDecoder:
         try:
             shapes = layout(cache, self.model.config)
             reason = inputs_obstacle(inputs, seen)
-        except NotRecordable as error:
+        except NotCapturable as error:
             reason = str(error)
         if reason is not None:
             self._decline(reason)
@@ -170,55 +170,55 @@ class GraphedDecoder:
         setting = (self.model.config._attn_implementation, positions.shape, ids.dtype, positions.dtype, ids.device)
         self._key = (shapes, setting, self._form)
         capacity = capacity_for(seen + 1, self._longest)
-        self._step = self._recordings.take(len(ids), self._key, seen + 1, capacity)
+        self._step = self._graphs.take(len(ids), self._key, seen + 1, capacity)
         if self._step is None:
             self._step = self._new_step(cache, inputs, capacity)
         self._bring_in(cache, inputs, seen)
         return True
 
-    def _new_step(self, cache: Cache, inputs: dict[str, Any], capacity: int) -> RecordedStep:
+    def _new_step(self, cache: Cache, inputs: dict[str, Any], capacity: int) -> CapturedStep:
         self._warm = False
         with torch.inference_mode(False):  # such tensors may be changed in both modes
-            return RecordedStep(self.model, cache, inputs, capacity, self._key, self._form)
+            return CapturedStep(self.model, cache, inputs, capacity, self._key, self._form)
 
     def _bring_in(self, cache: Cache, inputs: dict[str, Any], seen: int) -> None:
         assert self._step is not None
         mask = inputs.get("attention_mask")
-        self._step.fixed.load(cache, seen, None if mask is None else mask[:, :seen].bool())
+        self._step.buffers.load(cache, seen, None if mask is None else mask[:, :seen].bool())
         self._cache = cache
 
     def _make_room(self, cache: Cache, inputs: dict[str, Any]) -> None:
         """Move to a step with more places."""
         assert self._step is not None
-        fixed = self._step.fixed
-        seen = fixed.seen
-        fixed.unload(cache, copied=False)
+        buffers = self._step.buffers
+        seen = buffers.seen
+        buffers.unload(cache, copied=False)
         self._step = None  # frees what the cache does not hold
         self._step = self._new_step(cache, inputs, capacity_for(seen + 1, self._longest))
         self._bring_in(cache, inputs, seen)
 
-    def _is_recorded(self, step: RecordedStep, cache: Cache) -> bool:
-        """Whether the step can be replayed; records it once it has run."""
-        if not step.is_recorded and self._warm and not self._failed:
+    def _is_captured(self, step: CapturedStep, cache: Cache) -> bool:
+        """Whether the step can be replayed; captures it once it has run."""
+        if not step.is_captured and self._warm and not self._failed:
             try:
-                step.record(self.model, cache)
+                step.capture(self.model, cache)
             except RuntimeError as error:
                 self._failed = True
                 reason = str(error).strip().partition("\n")[0]
-                logger.warning("the decoding step could not be recorded, and is launched token by token: %s", reason)
+                logger.warning("the decoding step could not be captured, and is launched token by token: %s", reason)
                 self._decline(reason)
-        if step.is_recorded:
-            self._recordings.report = "CUDA graph"
-        return step.is_recorded
+        if step.is_captured:
+            self._graphs.report = "CUDA graph"
+        return step.is_captured
 
     def _decline(self, reason: str) -> None:
         self._closed = self._step is None
-        self._recordings.report = f"separate launches: {reason}"
+        self._graphs.report = f"separate launches: {reason}"
         logger.info("decoding by separate launches: %s", reason)
 
 
 _ACTIVE: ContextVar[GraphedDecoder | None] = ContextVar("deltanet_graphed_decoder", default=None)
-_READING = ContextVar("deltanet_graphed_prompt", default=False)  # whether a prompt is read that may be recorded
+_READING = ContextVar("deltanet_graphed_prompt", default=False)  # whether a prompt is read that may be captured
 
 
 def _active(model: Any) -> GraphedDecoder | None:

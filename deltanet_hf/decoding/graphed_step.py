@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
-from deltanet_hf.decoding.recorded_step import RecordedStep
-from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.decoding.capture import CAPTURES
+from deltanet_hf.decoding.captured_step import CapturedStep
+from deltanet_hf.decoding.static_cache import NotCapturable, capacity_for, layout
 from deltanet_hf.fast import fast_form
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
@@ -23,23 +23,23 @@ VARIANTS = 64  # of one function; after 8 of them, PyTorch's own limit, it would
 def graphed_step(
     model: PreTrainedModel, cache: Cache, tokens: int, compiled: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """Record the step of a model, converted or not, on a cache that holds prompts without padding.
+    """Capture the step of a model, converted or not, on a cache that holds prompts without padding.
 
     The step runs once before that, which compiles and loads its kernels, and is taken back.
 
     Args:
         tokens: the largest number of further tokens.
-        compiled: record the model's forward as torch.compile makes it, instead of its fast form.
+        compiled: capture the model's forward as torch.compile makes it, instead of its fast form.
 
     Returns:
         A function of tokens [B, 1] int64 that reads them into the cache and returns logits [B, 1, vocabulary], which
         its next call overwrites. It raises ValueError where there is no place for a token.
 
     Raises:
-        NotRecordable: the step cannot be recorded on this cache or device.
+        NotCapturable: the step cannot be captured on this cache or device.
     """
-    if model.device.type not in RECORDERS:
-        raise NotRecordable(f"the model is on {model.device.type}")
+    if model.device.type not in CAPTURES:
+        raise NotCapturable(f"the model is on {model.device.type}")
     seen = int(cache.get_seq_length())
     layout(cache, model.config)
     rows = as_cache_layer(cache.layers[0]).batch_size
@@ -48,20 +48,20 @@ def graphed_step(
         inputs = {"input_ids": ids, "position_ids": positions}
         forward = _compiled_forward(model) if compiled else fast_form(model)
         if isinstance(forward, str):
-            raise NotRecordable(forward)
-        step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
+            raise NotCapturable(forward)
+        step = CapturedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
     step.set_inputs(inputs)
-    step.fixed.load(cache, seen, None)
-    with step.fixed.taken_back(cache):
+    step.buffers.load(cache, seen, None)
+    with step.buffers.taken_back(cache):
         step.run(model, cache)
-    step.record(model, cache)
+    step.capture(model, cache)
 
     def read(token: Tensor) -> Tensor:
-        if step.fixed.full:
+        if step.buffers.full:
             raise ValueError(f"graphed_step: got more than {tokens} tokens, for which the cache has no places")
         step.set_inputs({"input_ids": token, "position_ids": positions})
         positions.add_(1)
-        step.fixed.advance()
+        step.buffers.advance()
         return step.replay()
 
     return read
@@ -71,7 +71,7 @@ def _compiled_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """The model's forward, as a function of the model and its inputs, compiled by Inductor for the exact shapes of each
     call, without gradients.
 
-    Its own CUDA graphs are off (the default mode of torch.compile), so that the caller can record it. Called in
+    Its own CUDA graphs are off (the default mode of torch.compile), so that the caller can capture it. Called in
     inference mode it leaves that mode: then compiled code may write to any tensor of a cache.
     """
     compiled = torch.compile(model.forward, dynamic=False)

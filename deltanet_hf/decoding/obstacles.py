@@ -1,4 +1,4 @@
-"""The reasons for decoding without a recorded step."""
+"""The reasons for decoding without a captured step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache
 
-from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.decoding.capture import CAPTURES
 from deltanet_hf.fast.reasons import reason_of_call
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 
-FEWEST_TOKENS = 4  # fewer are generated sooner than a step is recorded
+FEWEST_TOKENS = 4  # fewer are generated sooner than a step is captured
 INPUTS = ("input_ids", CACHE, "position_ids", "attention_mask")
 FLAGS = ("use_cache", "logits_to_keep", "return_dict")  # of a step, which changes nothing with them
 
 
 def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:
-    """Why `generate` is not to record the step of this model, before anything is computed; None if it may.
+    """Why `generate` is not to capture the step of this model, before anything is computed; None if it may.
 
     Args:
         tokens: of the prompt.
@@ -28,7 +28,7 @@ def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:
     cache: Cache | None = options.get(CACHE)
     if generation.disable_compile:
         return "disable_compile is set"
-    if model.device.type not in RECORDERS:
+    if model.device.type not in CAPTURES:
         return f"the model is on {model.device.type}"
     if generation.cache_implementation not in (None, "dynamic") or type(cache) not in (type(None), DynamicCache):
         return "the cache is static, quantised or offloaded"
@@ -55,7 +55,7 @@ def in_model(model: Any) -> Iterator[str]:
 
 
 def inputs_obstacle(inputs: dict[str, Any], seen: int) -> str | None:
-    """Why the first step of decoding, with `seen` tokens in the cache, cannot be recorded."""
+    """Why the first step of decoding, with `seen` tokens in the cache, cannot be captured."""
     used = (name for name, value in inputs.items() if value is not None and value is not False)
     further = [name for name in used if name not in INPUTS + FLAGS]
     if further:

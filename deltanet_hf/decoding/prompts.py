@@ -1,4 +1,4 @@
-"""Which calls read a prompt by a recording."""
+"""Which calls read a prompt by a graph."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
+from deltanet_hf.decoding.capture import CAPTURES
+from deltanet_hf.decoding.captured_graphs import CapturedPrefills, captured_graphs_of
+from deltanet_hf.decoding.captured_prefill import CapturedPrefill
 from deltanet_hf.decoding.obstacles import FLAGS, INPUTS, in_model
-from deltanet_hf.decoding.recorded_prompt import RecordedPrompt
-from deltanet_hf.decoding.recorders import RECORDERS
-from deltanet_hf.decoding.recordings import RecordedPrompts, recordings_of
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.fast.reasons import reason_of_call
 from deltanet_hf.mixers.cache.argument import CACHE
@@ -23,21 +23,21 @@ LENGTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # that prompts are pa
 MOST_TOKENS = LENGTHS[-1]  # of all sequences together
 # Weights times tokens: about 20 ms of an H100, which is as long as a host takes to launch 30 layers.
 MOST_PRODUCTS = 4e12
-KEPT = 8  # recordings per model; each holds the keys and values of its prompt
+KEPT = 8  # graphs per model; each holds the keys and values of its prompt
 
 
 def read_prompt(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast | None:
-    """The output of `model(**inputs)` by a recording; None for anything but a short prompt that can be recorded."""
-    form, recordings = fast_form(model), recordings_of(model)
+    """The output of `model(**inputs)` by a graph; None for anything but a short prompt that can be captured."""
+    form, graphs = fast_form(model), captured_graphs_of(model)
     unmasked = model.config._attn_implementation == "sdpa"
-    if not isinstance(form, FastDecoder) or not unmasked or model.device.type not in RECORDERS:
+    if not isinstance(form, FastDecoder) or not unmasked or model.device.type not in CAPTURES:
         return None
-    prompts = recordings.prompts
+    prompts = graphs.prompts
     if prompts is None or prompts.form is not form:
-        recordable = form.takes_prompt_length and next(in_model(model), None) is None
-        prompts = recordings.prompts = RecordedPrompts(form, recordable)
-    tokens = _recorded_length(form, inputs)
-    if not prompts.recordable or tokens is None or not _is_whole(inputs) or reason_of_call(model, {}) is not None:
+        capturable = form.takes_prompt_length and next(in_model(model), None) is None
+        prompts = graphs.prompts = CapturedPrefills(form, capturable)
+    tokens = _captured_length(form, inputs)
+    if not prompts.capturable or tokens is None or not _is_whole(inputs) or reason_of_call(model, {}) is not None:
         return None
     ids, cache = inputs["input_ids"], inputs[CACHE]
     key = len(ids), tokens
@@ -45,11 +45,11 @@ def read_prompt(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast | 
     if prompt is None:
         other = next(iter(prompts.kept.values()), None)
         try:
-            prompt = RecordedPrompt(model, form, len(ids), tokens, None if other is None else other.memory)
+            prompt = CapturedPrefill(model, form, len(ids), tokens, None if other is None else other.memory)
         except RuntimeError as error:
-            prompts.recordable = False
+            prompts.capturable = False
             reason = str(error).strip().partition("\n")[0]
-            logger.warning("prompts could not be recorded, and are read by separate launches: %s", reason)
+            logger.warning("prompts could not be captured, and are read by separate launches: %s", reason)
             return None
     logits = prompt.read(ids, cache)
     prompts.kept[key] = prompt
@@ -58,8 +58,8 @@ def read_prompt(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast | 
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
 
-def _recorded_length(form: FastDecoder, inputs: dict[str, Any]) -> int | None:
-    """The tokens of the recording for a call; None if the call is no prompt on an empty cache, or too long."""
+def _captured_length(form: FastDecoder, inputs: dict[str, Any]) -> int | None:
+    """The tokens of the graph for a call; None if the call is no prompt on an empty cache, or too long."""
     ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
     further = any(value is not None and name not in INPUTS + FLAGS for name, value in inputs.items())
     if ids is None or type(cache) is not DynamicCache or cache.offloading or further:

@@ -79,7 +79,7 @@ def _fix_share(model: PreTrainedModel, share: float) -> PreTrainedModel:
         return torch.full_like(lse, share)
 
     for branch in branches:
-        branch.share = fixed
+        branch.mixing_gate = fixed
     return model
 
 

@@ -97,7 +97,7 @@ class FastLayer:
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
         linear = layer._modules.get("linear_attn")
         self._attention = fast_attention(layer.self_attn if linear is None else linear, may_move)
-        # See `FastDecoder`; prompts in the format of Qwen3.5 are not recorded.
+        # See `FastDecoder`; prompts in the format of Qwen3.5 are not captured.
         self.takes_prompt_length = linear is None and bool(getattr(self._attention, "takes_prompt_length", True))
         mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
         self._mlp = FastMLP(mlp, may_move) if is_known_block(mlp) else mlp
@@ -131,7 +131,7 @@ def _first(output: Any) -> Tensor:
 
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
-    """The stand-in of a layer's attention; its weights may be moved where `may_move`, see `JointProjection`."""
+    """The stand-in of a layer's attention; its weights may be moved where `may_move`, see `MergedProjection`."""
     if is_packed(attention):
         return FastPacked(attention, may_move)
     branches = {name: _fast_branch(branch, may_move) for name, branch in branches_of(attention).items()}

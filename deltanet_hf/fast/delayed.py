@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.fast.mixer import FastDeltaRule
-from deltanet_hf.fast.window import Near, mixture, window_step
+from deltanet_hf.fast.window import WindowOutput, mixture, window_step
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
-from deltanet_hf.mixers.cache.packed_reach import NAMES
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delayed_layer import SCALE, stored_memory
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
@@ -57,7 +57,7 @@ class FastDelayedRule(FastDeltaRule):
         return True
 
     def steps(self, x: Tensor, call: LayerCall) -> bool:
-        return super().steps(x, call) and call.slots is None
+        return super().steps(x, call) and call.state_indices is None
 
     def attend(
         self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
@@ -81,10 +81,10 @@ class FastDelayedRule(FastDeltaRule):
         assert q is not None
         assert k is not None
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        packing = PackPromptCall(k, v, branch.cache_bits, branch.groups, length, branch.kept.key_order)
+        packing = PackPromptCall(k, v, branch.cache_bits, branch.groups, length, branch.cache_spec.key_order)
         cache, *seen = pack_prompt.unchecked(packing)
         reach = branch.window, branch.sinks, branch.scale, branch.cache_bits, branch.softcap
-        near = Near(*quantised_attention(q, k, v, *reach, seen, edge=branch.edge), None)
+        window_output = WindowOutput(*quantised_attention(q, k, v, *reach, seen, edge=branch.edge), None)
 
         logits, hidden = self.step_gates(projected)[:4], branch.window - 1
         gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
@@ -94,11 +94,11 @@ class FastDelayedRule(FastDeltaRule):
             read, keys, values = map(self.split_heads, self.repeated(q[:, hidden:].flatten(2), keys, values))
             rule = GroupRuleCall(read, keys, values, g, beta, None, None, call.keep_state, True)
             reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
-            far = F.pad(reads, (0, 0, 0, 0, hidden, 0))
+            state_output = F.pad(reads, (0, 0, 0, 0, hidden, 0))
         else:
-            far = torch.zeros_like(q)
+            state_output = torch.zeros_like(q)
             memory = g.new_zeros(len(q), *self.state_shape().shape)
-        output = mixture(branch, projected.share, near, far, projected.gate, self.norm)  # type: ignore[arg-type]
+        output = mixture(branch, projected.mixing_logits, window_output, state_output, projected.gate, self.norm)  # type: ignore[arg-type]
         if not call.keep_state:
             return output, {}
         assert memory is not None
@@ -110,10 +110,12 @@ class FastDelayedRule(FastDeltaRule):
         assert branch is not None
         q, k, v = map(self.split_heads, projected[1:4])  # type: ignore[arg-type]
         cos, sin = self.angles(position_embeddings)
-        packed = PackedKeyValues(*(state[name] for name in NAMES), branch.kept.key_order)  # type: ignore[call-arg]
+        packed = PackedKeyValues(*(state[name] for name in NAMES), branch.cache_spec.key_order)  # type: ignore[call-arg]
         held = state["gate_0"], state["gate_1"], state["state"], state.get(SCALE)
         logits = self.step_gates(projected)[:4]
         step = GroupStepCall(q, *logits, packed, *held, branch.sinks, cos, sin, None, self.max_strength)  # type: ignore[arg-type]
-        far = group_gated_delta_step_.unchecked(step)
-        near = window_step(branch, q, k, v, state, None, cos, sin, None)  # packs a group over the one that has left
-        return mixture(branch, projected.share, near, far, projected.gate, self.norm)  # type: ignore[arg-type]
+        state_output = group_gated_delta_step_.unchecked(step)
+        window_output = window_step(
+            branch, q, k, v, state, None, cos, sin, None
+        )  # packs a group over the one that has left
+        return mixture(branch, projected.mixing_logits, window_output, state_output, projected.gate, self.norm)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.fast.parts import FastNorm, JointProjection, form_of
+from deltanet_hf.fast.parts import FastNorm, MergedProjection, form_of
 from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.fast.window import mixture, window_attended, window_step
 from deltanet_hf.mixers.attention.paired_class import paired_class
@@ -39,20 +39,20 @@ from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptIn
 class FastMixer(Mixer):
     """Comes before the class of a mixer (`paired_class`), so that `super()` is the mixer's own."""
 
-    joint: JointProjection
+    merged: MergedProjection
     has_step = False
-    """Whether a step changes its state in place and takes the `slots` of a server's cache."""
+    """Whether a step changes its state in place and takes the `state_indices` of a server's cache."""
 
     @classmethod
     def of(cls, mixer: Mixer, may_move: bool) -> Any:
         """A second layer with the parts of `mixer`, which has no hooks, adapters or replaced methods.
 
         Args:
-            may_move: whether its weights may be moved, see `JointProjection`.
+            may_move: whether its weights may be moved, see `MergedProjection`.
         """
         made: Any = copy.copy(mixer)
         made.__class__ = paired_class(cls, type(mixer), f"Fast{type(mixer).__name__}")
-        made.joint = JointProjection([linear for linear in mixer.readers if linear is not None], may_move)
+        made.merged = MergedProjection([linear for linear in mixer.readers if linear is not None], may_move)
         return made
 
     @property
@@ -67,7 +67,7 @@ class FastMixer(Mixer):
         return not of_keys_alone and (branch is None or (branch.learned_sinks is None and not branch.delayed))
 
     def project(self, x: Tensor) -> Projected:
-        outputs = iter(self.joint(x))
+        outputs = iter(self.merged(x))
         return self.projected(x, [None if linear is None else next(outputs) for linear in self.readers])
 
     def normalise(self, x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -130,8 +130,8 @@ class FastMixer(Mixer):
         branch, norm, gate = self.window_branch, self.norm, projected.gate
         if branch is not None:
             q, k, v = inputs.window_q, inputs.window_k, self.window_values(projected)
-            near, state = window_attended(branch, q, k, v, call)  # type: ignore[arg-type]
-            return mixture(branch, projected.share, near, output, gate, norm), state  # type: ignore[arg-type]
+            window_output, state = window_attended(branch, q, k, v, call)  # type: ignore[arg-type]
+            return mixture(branch, projected.mixing_logits, window_output, output, gate, norm), state  # type: ignore[arg-type]
         if norm is None:
             return super().finished(output, projected, inputs, call)
         return gated_rms_norm.unchecked(GatedNormCall(output, gate, norm.weight, norm.eps)), {}
@@ -221,7 +221,7 @@ class FastDeltaRule(FastMixer, DeltaRule):
                 use_beta_sigmoid_in_kernel=rule_gates.sigmoid,
                 erase=self.erase,
                 kv_repeats=self.kv_repeats,
-                slots=call.slots,
+                state_indices=call.state_indices,
             )
 
         branch = self.window_branch
@@ -229,10 +229,12 @@ class FastDeltaRule(FastMixer, DeltaRule):
             output = recur()
         else:
             own_q, own_k, own_v = map(self.split_heads, (q, k, v))
-            far, near = two_streams(
-                recur, lambda: window_step(branch, own_q, own_k, own_v, state, padding, cos, sin, call.slots), x.device
+            state_output, window_output = two_streams(
+                recur,
+                lambda: window_step(branch, own_q, own_k, own_v, state, padding, cos, sin, call.state_indices),
+                x.device,
             )
-            output = mixture(branch, projected.share, near, far)  # type: ignore[arg-type]
+            output = mixture(branch, projected.mixing_logits, window_output, state_output)  # type: ignore[arg-type]
         if tail is not None and padding is not None:  # the kernels move the tail of all rows
             state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), state["conv_tail"]))
         return output, state

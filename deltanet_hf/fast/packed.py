@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltanet_hf.fast.parts import FastNorm, JointProjection
+from deltanet_hf.fast.parts import FastNorm, MergedProjection
 from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, whole_angles, window_angles
 from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
@@ -59,14 +59,14 @@ class FastPacked:
 
     Args:
         plain: the attention, which computes all other calls.
-        may_move: whether its weights may be moved, see `JointProjection`.
+        may_move: whether its weights may be moved, see `MergedProjection`.
     """
 
     takes_prompt_length = True
 
     def __init__(self, plain: Any, may_move: bool) -> None:
         self._plain, self._branches = plain, list(branches_of(plain).values())
-        self._project = JointProjection([getattr(one, name) for one in self._branches for name in QKV], may_move)
+        self._project = MergedProjection([getattr(one, name) for one in self._branches for name in QKV], may_move)
         self._norms = [_norms(one) for one in self._branches]
 
     def __call__(
@@ -162,15 +162,17 @@ def _attended(
     if scale is not None:
         q = (q * scale[:, :, None, None]).to(q.dtype)
     if cache is not None and cache.state and turn is None:
-        held = PackedTokens(branch.kept, cache.state, None, int(cache.get_seq_length()), in_place=True)
+        held = QuantisedKVCache(branch.cache_spec, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
         cache.count(1)
         return output.flatten(2)
     call = PromptInputsCall(q.flatten(-2), k.flatten(-2), v.flatten(-2), branch.head_dim, cos=angles[0], sin=angles[1])
     rotated = prompt_inputs.unchecked(call)
-    kind = PackedTokens if turn is None else functools.partial(TurnedSinks, turn=turn)
+    kind = QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn)
     state, is_step = ({}, False) if cache is None else (cache.state, bool(cache.state))
-    held = kind(branch.kept, state, None, keep_state=cache is not None, in_place=is_step, prompt_length=prompt_length)
+    held = kind(
+        branch.cache_spec, state, None, keep_state=cache is not None, in_place=is_step, prompt_length=prompt_length
+    )
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
     if cache is not None and is_step:
         cache.count(1)

@@ -31,7 +31,7 @@ def with_children(module: Module, **children: Any) -> Module:
     return made
 
 
-class JointProjection:
+class MergedProjection:
     """The outputs of several linear layers with one input, as one product where they can be.
 
     They stay apart, and `weight` is None, if one of them is another module than `nn.Linear`, where dtypes or devices
@@ -202,7 +202,7 @@ class FastMLP:
     """A known block: the two projections of x are one matrix product, SiLU and product one kernel."""
 
     def __init__(self, block: Any, may_move: bool) -> None:
-        self._gate_and_up = JointProjection((block.gate_proj, block.up_proj), may_move)
+        self._gate_and_up = MergedProjection((block.gate_proj, block.up_proj), may_move)
         self._down, self._act = block.down_proj, block.act_fn
         self._is_silu = type(block.act_fn).__name__ in SILU
 

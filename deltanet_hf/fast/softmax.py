@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltanet_hf.fast.parts import FastNorm, JointProjection, form_of, with_children
+from deltanet_hf.fast.parts import FastNorm, MergedProjection, form_of, with_children
 from deltanet_hf.mixers.attention.paired_class import paired_class
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -20,31 +20,31 @@ QKV = ("q_proj", "k_proj", "v_proj")
 class FastSoftmax:
     """Comes before the class of an attention that has the projections `QKV` (`paired_class`)."""
 
-    joint: JointProjection
+    merged: MergedProjection
 
     @classmethod
     def of(cls, attention: nn.Module, may_move: bool) -> Any:
-        """A second attention with the parts of `attention`; `may_move` as in `JointProjection`."""
+        """A second attention with the parts of `attention`; `may_move` as in `MergedProjection`."""
         norms = {name: attention._modules.get(name) for name in ("q_norm", "k_norm")}
         known = {name: FastNorm(norm) for name, norm in norms.items() if norm is not None and form_of(norm) is not None}
         made: Any = with_children(attention, **known)
         made.__class__ = paired_class(cls, type(attention), f"Fast{type(attention).__name__}")
-        made.joint = JointProjection([attention.get_submodule(name) for name in QKV], may_move)
+        made.merged = MergedProjection([attention.get_submodule(name) for name in QKV], may_move)
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the attention's, which projects its input for q, k and v in turn."""
-        call = with_children(self, **dict(zip(QKV, _in_turn(self.joint), strict=True)))  # type: ignore[type-var]
+        call = with_children(self, **dict(zip(QKV, _in_turn(self.merged), strict=True)))  # type: ignore[type-var]
         return super(FastSoftmax, call).forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _in_turn(joint: JointProjection) -> list[Callable[[Tensor], Tensor]]:
+def _in_turn(merged: MergedProjection) -> list[Callable[[Tensor], Tensor]]:
     """Stand-ins for the layers of a product in one call; the first of them that is called computes all outputs."""
     outputs: dict[int, Tensor] = {}
 
     def output(index: int, x: Tensor) -> Tensor:
         if not outputs:
-            outputs.update(enumerate(joint(x)))
+            outputs.update(enumerate(merged(x)))
         return outputs.pop(index)
 
     return [functools.partial(output, index) for index in range(len(QKV))]

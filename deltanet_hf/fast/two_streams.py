@@ -1,7 +1,7 @@
-"""Two calls that do not depend on each other, at the same time where a CUDA graph is recorded.
+"""Two calls that do not depend on each other, at the same time where a CUDA graph is captured.
 
 The kernels of one token leave most of a GPU idle, so that two kinds of heads take the time of the slower one. Without
-a recording, the host launches kernels more slowly than they run, and the calls follow one another.
+a graph, the host launches kernels more slowly than they run, and the calls follow one another.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
@@ -14,7 +14,7 @@ from deltanet_kernels import window_attention, window_keep, window_mixture, wind
 from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall
 
 
-class Near(NamedTuple):
+class WindowOutput(NamedTuple):
     """The attention in a window, for `mixture`."""
 
     output: Tensor  # [B, T, HQ, D]
@@ -22,46 +22,57 @@ class Near(NamedTuple):
     numbers: Tensor | None  # [B, T] or [1, T], of the tokens, from 1; None without padding, from the first token on
 
 
-def window_attended(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> tuple[Near, State]:
-    """As `WindowBranch.near`, of q, k, v [B, T, heads, D]: a first prompt without padding by one kernel, and its cache.
+def window_attended(
+    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall
+) -> tuple[WindowOutput, State]:
+    """As `WindowBranch.window_output`, of q, k, v [B, T, heads, D]: a first prompt without padding by one kernel, and
+    its cache.
 
     With `prompt_length`, it keeps what is in the window after as many tokens.
     """
     further = call.state is not None or call.padding is not None or call.cu_seqlens is not None
     if further or branch.learned_sinks is not None:
         tokens = branch.tokens(q, call)
-        near, lse, state = branch.near(q, k, v, call, tokens)
-        return Near(near, lse, tokens.numbers), state
+        window_output, lse, state = branch.window_output(q, k, v, call, tokens)
+        return WindowOutput(window_output, lse, tokens.numbers), state
     if branch.cache_bits < 16:
-        held = PackedTokens(branch.kept, {}, None, keep_state=call.keep_state, prompt_length=call.prompt_length)
-        return Near(*held.attend(q, k, v, branch.scale, branch.softcap), None), held.state
+        held = QuantisedKVCache(
+            branch.cache_spec, {}, None, keep_state=call.keep_state, prompt_length=call.prompt_length
+        )
+        return WindowOutput(*held.attend(q, k, v, branch.scale, branch.softcap), None), held.state
     window = WindowCall(q, k, v, branch.window, branch.sinks, branch.scale, None, branch.softcap)
-    near, lse = window_attention.unchecked(window)
+    window_output, lse = window_attention.unchecked(window)
     if not call.keep_state:
-        return Near(near, lse, None), {}
+        return WindowOutput(window_output, lse, None), {}
     kept = window_keep.unchecked(WindowKeepCall(k, v, branch.window, branch.sinks, call.prompt_length))
-    return Near(near, lse, None), dict(zip(branch.STATE, kept, strict=True))
+    return WindowOutput(window_output, lse, None), dict(zip(branch.STATE, kept, strict=True))
 
 
 def mixture(
-    branch: WindowBranch, logits: Tensor, near: Near, far: Tensor, gate: Tensor | None = None, norm: Any = None
+    branch: WindowBranch,
+    logits: Tensor,
+    window_output: WindowOutput,
+    state_output: Tensor,
+    gate: Tensor | None = None,
+    norm: Any = None,
 ) -> Tensor:
     """As `WindowBranch.mixture`, in one kernel.
 
     Args:
-        logits, far: as there.
-        gate, norm: the logits of the output gate [B, T, HQ, D] and the output norm, where `far` comes before them.
+        logits, state_output: as there.
+        gate, norm: the logits of the output gate [B, T, HQ, D] and the output norm, where
+            `state_output` comes before them.
     """
     call = WindowMixtureCall(
-        near.output,
-        near.lse,
-        far,
+        window_output.output,
+        window_output.lse,
+        state_output,
         logits,
         branch.slopes.far_slope,
         branch.slopes.near_slope,
         branch.window + branch.sinks,
         branch.family_window,
-        near.numbers,
+        window_output.numbers,
         gate,
         None if norm is None else norm.weight,
         1e-6 if norm is None else norm.eps,
@@ -79,8 +90,8 @@ def window_step(
     padding: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    slots: Tensor | None,
-) -> Near:
+    state_indices: Tensor | None,
+) -> WindowOutput:
     """One more token of a window, whose part of the state changes in place: one kernel, three of 8 or 4 bits.
 
     Args:
@@ -89,12 +100,12 @@ def window_step(
         state: the layer's state before the token.
         padding: [B, 1] bool, True at padding, whose results are 0; None for no padding, and in 8 or 4 bits.
         cos, sin: of the rotary embedding, [B, 1, R] or [1, 1, R]; None for none.
-        slots: [B] int32, the rows of the state that hold the sequences; None for those of the batch.
+        state_indices: [B] int32, the rows of the state that hold the sequences; None for those of the batch.
     """
     # `step` changes these tensors in place; only those of a cache that grows would be replaced in the dict.
     own = {name: state[name] for name in branch.state_names}
     if branch.cache_bits < 16:
-        held = PackedTokens(branch.kept, own, None, in_place=True, slots=slots)
+        held = QuantisedKVCache(branch.cache_spec, own, None, in_place=True, state_indices=state_indices)
         output, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
     else:
         output, lse = window_step_(
@@ -109,7 +120,7 @@ def window_step(
             softcap=branch.softcap,
             cos=cos,
             sin=sin,
-            slots=slots,
+            state_indices=state_indices,
         )
-    numbers = state["count"] if slots is None else state["count"][slots]
-    return Near(output, lse, numbers.unsqueeze(1))
+    numbers = state["count"] if state_indices is None else state["count"][state_indices]
+    return WindowOutput(output, lse, numbers.unsqueeze(1))

@@ -29,9 +29,9 @@ from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_reach import PackedReach, held_bytes
+from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
-from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
+from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens, window_shapes
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -109,7 +109,7 @@ class WindowAttention(LayerKind):
         """
         self.cache_bits = bits
         if bits < 16:
-            _ = self.kept
+            _ = self.cache_spec
 
     def place_cache(self, cache: Cache) -> MixerCacheLayer:
         return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
@@ -120,7 +120,7 @@ class WindowAttention(LayerKind):
 
     @property
     def has_step(self) -> bool:
-        """Whether a step finds its sequences by `CacheView.slots`."""
+        """Whether a step finds its sequences by `CacheView.state_indices`."""
         return self.cache_bits < 16
 
     @property
@@ -128,17 +128,17 @@ class WindowAttention(LayerKind):
         return f"window of {self.settings.window:,}"
 
     @property
-    def kept(self) -> PackedReach:
+    def cache_spec(self) -> QuantisedCacheSpec:
         config: Any = self.config  # type: ignore[attr-defined]
         family_window = sliding_window(config, self.layer_idx)
         own = self.settings.window, self.settings.sinks
-        return PackedReach.of(self.cache_bits, *own, family_window, getattr(self, "key_order", None))
+        return QuantisedCacheSpec.of(self.cache_bits, *own, family_window, getattr(self, "key_order", None))
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         config: Any = self.config  # type: ignore[attr-defined]
         heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
         if self.cache_bits < 16:
-            return self.kept.shapes(heads, head_dim, 0)
+            return self.cache_spec.shapes(heads, head_dim, 0)
         return window_shapes(heads, head_dim, self.settings.window + self.settings.sinks, dtype)
 
     def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
@@ -182,17 +182,17 @@ class WindowAttention(LayerKind):
             position_embeddings, turn = window_angles(position_embeddings, self.sink_bound, call.cache, length)
         if self.cache_bits < 16:
             inputs = {"hidden_states": hidden_states, "position_embeddings": position_embeddings, **kwargs}
-            return call_packed(super().forward, self.kept, call, inputs, turn)  # type: ignore[misc]
+            return call_packed(super().forward, self.cache_spec, call, inputs, turn)  # type: ignore[misc]
         cache, padding, packed, state = call.cache, call.padding, call.cu_seqlens, call.state or {}
         tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
         window, sinks = self.settings.window, self.settings.sinks
         weights = bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False))
         in_place = length == 1 and padding is None and not weights and cache is not None and cache.may_change
         own = tokens if prompt_length is None else tokens.until(prompt_length)
-        kept = None if cache is None else KeptTokens(window, sinks, state, own, in_place, packed)
+        sink_cache = None if cache is None else SinkCache(window, sinks, state, own, in_place, packed)
         softmax = SoftmaxCall(
             tokens,
-            kept.seen if kept is not None and state else tokens,
+            sink_cache.seen if sink_cache is not None and state else tokens,
             Reach(window, sinks, sliding_window(config, self.layer_idx)),
             packed,
             in_order=padding is None and not state,
@@ -205,13 +205,13 @@ class WindowAttention(LayerKind):
             position_embeddings=position_embeddings,
             attention_mask=None,
             call=softmax,
-            **{CACHE: kept},
+            **{CACHE: sink_cache},
             **kwargs,
         )
         if cache is not None and in_place:
             cache.count(1)
-        elif cache is not None and kept is not None:
-            cache.advance(length, kept.state)
+        elif cache is not None and sink_cache is not None:
+            cache.advance(length, sink_cache.state)
         return result
 
 

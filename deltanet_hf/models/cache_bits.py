@@ -2,7 +2,7 @@
 
 The `deltanet` entry of a converted model's configuration says it (`layers.py`), and the model is made with it.
 `set_cache_bits` makes every forward pass see earlier keys and values as the cache holds them (`fake_quantisation.py`),
-and packs them in the cache (`packed_tokens.py`).
+and packs them in the cache (`quantised_kv_cache.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.family_attention import kind_of
-from deltanet_hf.mixers.cache.packed_reach import check_packable
+from deltanet_hf.mixers.cache.quantised_cache_spec import check_packable
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_hf.models.unwrapped import unwrapped
 from deltanet_kernels.packed_cache.layout import PACKED_BITS

@@ -87,7 +87,7 @@ class FarRotary(nn.Module):
 
     @property
     def rope_type(self) -> str:
-        """By the names of transformers: `dynamic` depends on the length of a text, so that no step is recorded."""
+        """By the names of transformers: `dynamic` depends on the length of a text, so that no step is captured."""
         return "dynamic" if self.positions.kind == "cut" else "default"
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Angles:

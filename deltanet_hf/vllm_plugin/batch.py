@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from deltanet_hf.mixers.cache.packed_reach import PackedReach
+from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Step:
     """The sequences of a step and where they are kept.
 
     `pages` int32 are those of states [sequences], one per sequence, or those of tokens [sequences, pages], with `size`
-    tokens each. A page is a row of the tensors that the operators change: steps take the pages of states as `slots`,
-    and those of packed tokens as `pages`. Each of the first `num_decodes` sequences has one new token, and one call has
-    these together; `prompts` have the others. In speculative decoding `drafts` have all sequences that are continued,
-    token by token; only the steps of states know them.
+    tokens each. A page is a row of the tensors that the operators change: steps take the pages of states as
+    `state_indices`, and those of packed tokens as `pages`. Each of the first `num_decodes` sequences has one new token,
+    and one call has these together; `prompts` have the others. In speculative decoding `drafts` have all sequences that
+    are continued, token by token; only the steps of states know them.
     """
 
     pages: Tensor
@@ -249,7 +249,7 @@ class TokenBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         """Whole groups of packed tokens."""
-        return [MultipleOf(PackedReach.group_size)]
+        return [MultipleOf(QuantisedCacheSpec.group_size)]
 
 
 class GrowingBackend(TokenBackend):

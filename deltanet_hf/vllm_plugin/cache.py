@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from deltanet_hf.mixers.cache.packed_reach import PackedReach
+from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.vllm_plugin.batch import GrowingBackend, StateBackend, TokenBackend
 from deltanet_hf.vllm_plugin.pages import page_bytes, tensors_in
@@ -131,7 +131,7 @@ class PackedPages(AttentionLayerBase):
     """The packed groups of 32 tokens of one layer; a page holds whole groups.
 
     Args:
-        shapes: the tensors of one group of one head (`PackedReach.group_shapes`).
+        shapes: the tensors of one group of one head (`QuantisedCacheSpec.group_shapes`).
         heads: key/value heads.
         name, vllm_config: as in `StatePages`.
     """
@@ -146,12 +146,12 @@ class PackedPages(AttentionLayerBase):
     @property
     def token_bytes(self) -> int:
         """Bytes per token of a sequence."""
-        return -(-self.heads * sum(shape.nbytes for shape in self.shapes.values()) // PackedReach.group_size)
+        return -(-self.heads * sum(shape.nbytes for shape in self.shapes.values()) // QuantisedCacheSpec.group_size)
 
     @property
     def _groups(self) -> int:
         """Of a page."""
-        return self.kv_cache.shape[2] // PackedReach.group_size
+        return self.kv_cache.shape[2] // QuantisedCacheSpec.group_size
 
     @property
     def tensors(self) -> State:
@@ -175,7 +175,7 @@ class PackedPages(AttentionLayerBase):
         """Put the `new` groups of a state of all groups into the pages [B, P], but for those that it has not yet."""
         group = torch.arange(new.start, new.stop, device=pages.device).expand(len(pages), -1)
         page = pages.long().gather(1, group // self._groups)
-        complete = (state["count"].long()[:, None] - 1) // PackedReach.group_size
+        complete = (state["count"].long()[:, None] - 1) // QuantisedCacheSpec.group_size
         page = page * (group < complete)  # vLLM leaves page 0 empty
         for name, tensor in self.tensors.items():
             tensor[page, :, group % self._groups] = state[name][:, :, new].transpose(1, 2)

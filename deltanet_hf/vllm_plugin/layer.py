@@ -166,7 +166,7 @@ class PackedLayer(ServedLayer):
 
     def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
         super().__init__(layer, name)
-        group = layer.kept.group_shapes(layer.head_dim)
+        group = layer.cache_spec.group_shapes(layer.head_dim)
         shapes = layer.state_shapes(vllm_config.model_config.dtype)
         others = {tensor: shape for tensor, shape in shapes.items() if tensor not in group}
         self.states = StatePages(others, f"{name}.state", vllm_config)
@@ -195,16 +195,16 @@ class PackedLayer(ServedLayer):
 
     def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
         page, pages = (steps[cache.name].pages[prompts.sequences] for cache in (self.states, self.groups))
-        kept, seen = self.layer.kept, prompts.seen
+        spec, seen = self.layer.cache_spec, prompts.seen
 
         def before() -> State:
-            return self.states.load(page) | self.groups.load(pages, kept.groups(seen))
+            return self.states.load(page) | self.groups.load(pages, spec.groups(seen))
 
         cache = cache_for(prompts, before)
         output = called(self.layer, cache, x, position_embeddings, cu_seq_lens_q=prompts.cu_seqlens)
         state = cache.layer.state
         self.states.store(page, state)
-        self.groups.store(pages, slice(kept.groups(seen), kept.groups(seen + max(prompts.lengths))), state)
+        self.groups.store(pages, slice(spec.groups(seen), spec.groups(seen + max(prompts.lengths))), state)
         return output
 
 

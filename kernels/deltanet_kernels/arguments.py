@@ -101,9 +101,9 @@ class StepCall(NamedTuple):
         erase: "decayed", "off" or "undecayed", as for `chunk_gated_delta_rule`.
         kv_repeats: number of neighbouring heads that read each head of k and v, which then have H / kv_repeats and
             HV / kv_repeats heads. Each has channels of the convolution of its own.
-        slots: [B] int32, the row of state and conv_tail [rows, ...] that holds each sequence, each row contiguous; None
-            for row b of sequence b. Row 0 holds no sequence: any number of rows of a batch that stand for none may have
-            the slot 0, and their outputs have no meaning.
+        state_indices: [B] int32, the row of state and conv_tail [rows, ...] that holds each sequence, each row
+            contiguous; None for row b of sequence b. Row 0 holds no sequence: any number of rows of a batch that stand
+            for none may have the index 0, and their outputs have no meaning.
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -137,7 +137,7 @@ class StepCall(NamedTuple):
     use_beta_sigmoid_in_kernel: bool = True
     erase: Erase = "decayed"
     kv_repeats: int = 1
-    slots: torch.Tensor | None = None
+    state_indices: torch.Tensor | None = None
 
     @property
     def factor(self) -> float:

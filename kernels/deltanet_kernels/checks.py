@@ -215,22 +215,22 @@ def check_rotation(
     require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
 
 
-def check_slots(
-    slots: torch.Tensor | None, B: int, device: torch.device, changed: torch.Tensor, name: str = "slots"
+def check_state_indices(
+    state_indices: torch.Tensor | None, B: int, device: torch.device, changed: torch.Tensor, name: str = "state_indices"
 ) -> int:
-    """The rows that the changed tensors of a step need; raises ValueError or TypeError for slots that do not fit."""
-    if slots is None:
+    """The rows that the changed tensors of a step need; raises ValueError or TypeError for indices that do not fit."""
+    if state_indices is None:
         return B
-    require_shape(name, require_tensor(name, slots), (B,), "[B] with B of q")
-    require_device(name, slots, "q", device)
-    if slots.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {slots.dtype}, needs torch.int32")
+    require_shape(name, require_tensor(name, state_indices), (B,), "[B] with B of q")
+    require_device(name, state_indices, "q", device)
+    if state_indices.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {state_indices.dtype}, needs torch.int32")
     return len(changed)
 
 
-def check_changed(name: str, x: torch.Tensor, slots: torch.Tensor | None) -> None:
-    """Raises ValueError for a tensor that is changed in place but not contiguous; with slots each row has to be."""
-    if not (x if slots is None else x[:1]).is_contiguous():
+def check_changed(name: str, x: torch.Tensor, state_indices: torch.Tensor | None) -> None:
+    """Raises ValueError for a tensor that is changed in place but not contiguous; with indices each row has to be."""
+    if not (x if state_indices is None else x[:1]).is_contiguous():
         raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
 
 

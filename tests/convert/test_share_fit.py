@@ -106,16 +106,18 @@ def test_with_the_true_far_attention_the_start_is_complete_softmax_attention(
     assert torch.equal(missed.isnan(), ~misses.any(-1)[:, None].expand(2, -1, HEADS))
     f = 1000 * missed.nan_to_num()  # inputs that hold what the regression looks for, so large that the ridge is nothing
     fit = ShareFit(made, f, missed)
-    near, lse = made.attend(q, k, v, None)
+    window_output, lse = made.attend(q, k, v, None)
     share = fit(f, lse)
     complete = attention(made, q, k, v, sees)
-    torch.testing.assert_close(near + share * (attention(made, q, k, v, misses) - near), complete, rtol=1e-4, atol=1e-4)
-    assert float((near - complete).abs().max()) > 0.1  # the window alone is far from it
+    torch.testing.assert_close(
+        window_output + share * (attention(made, q, k, v, misses) - window_output), complete, rtol=1e-4, atol=1e-4
+    )
+    assert float((window_output - complete).abs().max()) > 0.1  # the window alone is far from it
 
     basis = torch.linalg.qr(torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(1))).Q
     fit.fold(basis)
     torch.testing.assert_close(
-        made.share(made.share_proj(f @ basis), lse, torch.arange(1, TOKENS + 1)[None]), share.squeeze(-1)
+        made.mixing_gate(made.share_proj(f @ basis), lse, torch.arange(1, TOKENS + 1)[None]), share.squeeze(-1)
     )
 
 
@@ -126,9 +128,9 @@ def test_rows_that_fit_into_the_window_have_no_share_and_no_nan() -> None:
     assert bool(missed.isnan().all())
     f = torch.randn(2, TOKENS, 3, generator=torch.Generator().manual_seed(2))
     fit = ShareFit(made, f, missed)
-    near, lse = made.attend(q, k, v, None)
+    window_output, lse = made.attend(q, k, v, None)
     assert not fit(f, lse).any()
-    torch.testing.assert_close(near, attention(made, q, k, v, masks(None, 0, 0)[0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(window_output, attention(made, q, k, v, masks(None, 0, 0)[0]), rtol=1e-4, atol=1e-5)
     fit.fold(torch.ones(3, HEADS))
     assert all(bool(parameter.isfinite().all()) for parameter in made.parameters())
 
@@ -169,7 +171,7 @@ def test_a_sample_projects_once_and_holds_what_operator_and_window_read(changes:
         wanted = layer.project_qkv(sample.x, kwargs["position_embeddings"])
         assert all(torch.equal(*pair) for pair in zip((sample.q, sample.k, sample.v), wanted, strict=True))
         parts = layer.window_inputs(layer.project(sample.x), kwargs["position_embeddings"])
-        assert torch.equal(sample.near, layer.window_branch.attend(*parts, None)[0])
+        assert torch.equal(sample.window_output, layer.window_branch.attend(*parts, None)[0])
 
 
 @torch.no_grad()
@@ -196,7 +198,7 @@ def test_the_state_takes_error_off_the_window_and_the_folded_layer_is_the_fitted
     generator = torch.Generator().manual_seed(1)
     alone, found = 0.0, 0.0
     for sample in samples.kept:
-        alone += float((layer.o_proj(sample.near.flatten(-2)) - sample.output).square().sum())
+        alone += float((layer.o_proj(sample.window_output.flatten(-2)) - sample.output).square().sum())
         found += float((fit(sample) - sample.output).square().sum())
     assert found < 0.9 * alone
     for parameter in fit.parameters():  # values that all differ

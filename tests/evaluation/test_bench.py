@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from deltanet_hf.decoding import fixed_cache
+from deltanet_hf.decoding import static_cache
+from deltanet_hf.decoding.capture import CAPTURES
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.decoding.graphed_step import graphed_step
-from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures import speed
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MODES, read
@@ -25,7 +25,7 @@ from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.evaluation.speed.subjects import kind_of, shape_of, subjects
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from support.command_line import typed
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 from support.tiny_models import HYBRID, TINY_SHAPE, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 RANDOM = ("bench", "--random-weights", "135M", "--device", "cpu", "--dtype", "float32")
@@ -67,7 +67,7 @@ def test_a_teacher_as_transformers_runs_it_comes_without_the_fast_form(
 ) -> None:
     """It is measured first and eagerly only, whatever the modes; then the same weights are served."""
     monkeypatch.setattr(speed, "_DECODED", 2)
-    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
     tiny_teacher("llama").save_pretrained(tmp_path / "teacher")
     forms = [
         isinstance(subject.load(), GraphedGeneration)
@@ -166,10 +166,10 @@ def test_decoding_by_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     }[kind]()
     with pytest.raises(UserError, match=r"--mode graph: .* on cpu.*; use --mode eager"):
         check_decoding(model, GRAPH, length=40)
-    recorder = Recorder()
-    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    capture = EmulatedCapture()
+    monkeypatch.setitem(CAPTURES, "cpu", capture)
     assert check_decoding(model, GRAPH, length=40) <= 1e-2
-    assert (recorder.recorded, recorder.replayed) == (1, 8)
+    assert (capture.captured, capture.replayed) == (1, 8)
     found = []
     for mode in (EAGER, GRAPH):
         cache, token, texts = mode.cache(model, 0), torch.tensor([[5], [9]]), []
@@ -187,18 +187,18 @@ def test_decoding_by_a_graph_of_the_compiled_model(monkeypatch: pytest.MonkeyPat
     model = tiny_student("llama", layers=HYBRID)
     with pytest.raises(UserError, match=r"--mode compiled: .* on cpu.*; use --mode graph"):
         check_decoding(model, COMPILED, length=40)
-    recorder, graphs = Recorder(), []
+    capture, graphs = EmulatedCapture(), []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    monkeypatch.setitem(CAPTURES, "cpu", capture)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     torch.compiler.reset()
     before = set(vars(model))
     assert check_decoding(model, COMPILED, length=40) <= 1e-2
-    assert (recorder.recorded, recorder.replayed, len(graphs)) == (1, 8, 1)
+    assert (capture.captured, capture.replayed, len(graphs)) == (1, 8, 1)
     check_decoding(model, COMPILED, length=40)
     assert len(graphs) == 1  # steps of one shape are compiled once
     assert set(vars(model)) == before
@@ -206,9 +206,9 @@ def test_decoding_by_a_graph_of_the_compiled_model(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_step_that_cannot_be_compiled_has_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
     for error, raised, said in (
-        (RuntimeError("no\n kernel"), UserError, r"cannot be compiled and recorded \(no kernel\); use --mode graph"),
+        (RuntimeError("no\n kernel"), UserError, r"cannot be compiled and captured \(no kernel\); use --mode graph"),
         (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
     ):
 
@@ -230,8 +230,8 @@ def test_a_mode_that_cannot_be_had_leaves_the_others(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2's sliding windows are full before the first step
-def test_a_step_is_taken_back_before_it_is_recorded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+def test_a_step_is_taken_back_before_it_is_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
     for model in (tiny_teacher(family), tiny_student(family)):
         ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
         plain, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -245,9 +245,9 @@ def test_a_step_is_taken_back_before_it_is_recorded(family: str, monkeypatch: py
 
 
 def test_a_graph_has_places_for_its_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
-    monkeypatch.setattr(fixed_cache, "SPARE", 0)
-    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
+    monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
+    monkeypatch.setattr(static_cache, "SPARE", 0)
+    monkeypatch.setattr(static_cache, "ALIGNMENT", 1)
     model = tiny_teacher("llama")
     cache = DynamicCache(config=model.config)
     read(model, torch.zeros(1, 5, dtype=torch.long), cache)

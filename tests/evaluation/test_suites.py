@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.decoding.capture import CAPTURES
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import suites
 from deltanet_hf.evaluation.tasks.harness import Harness
@@ -25,7 +25,7 @@ from measuring.study import unpadded_lm
 from measuring.study.results_row import load_for_measure
 from measuring.study.task_suites import COLUMNS, TaskSuites
 from measuring.study.unpadded_lm import continuations
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import tiny_teacher
 
@@ -134,10 +134,10 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(bits: int, mon
         for _ in tokens:
             text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
         assert tokens.tolist() == text[0, len(prompt) :].tolist()
-    recorder = Recorder()
-    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    capture = EmulatedCapture()
+    monkeypatch.setitem(CAPTURES, "cpu", capture)
     assert continuations(model, prompts, 6).tolist() == found.tolist()
-    assert (recorder.recorded, recorder.replayed) == (1, 71 + 6 - 66 - 1)
+    assert (capture.captured, capture.replayed) == (1, 71 + 6 - 66 - 1)
 
 
 def test_ifeval_counts_prompts_and_instructions(tmp_path: Path) -> None:

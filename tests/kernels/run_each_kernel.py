@@ -135,7 +135,7 @@ def main() -> None:
             x = make_mixture(mixture, dtype)
             triton_mixture(**x)
             for window in (1, 7):
-                triton_keep(x["near"], x["far"], window, 3)
+                triton_keep(x["window_output"], x["state_output"], window, 3)
         gates = torch.randn(2, 35, 7, device="cuda", dtype=dtype)
         triton_gates(gates[..., :3], gates[..., 3:6], torch.ones(3, device="cuda"), torch.ones(3, device="cuda"), 1)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The operators of inner training on a CUDA device: against float64, and recorded as a CUDA graph."""
+"""The operators of inner training on a CUDA device: against float64, and captured as a CUDA graph."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_step_rotates_puts_and_attends(R: int, rows: int, bits: int) -> None:
 @pytest.mark.parametrize("step_", [torch_packed_step_, packed_step_triton_], ids=["torch", "triton"])
 @pytest.mark.parametrize("paged", [False, True], ids=["ring", "pages"])
 def test_sequences_in_rows_of_larger_tensors(step_: Any, paged: bool, poisoned_memory: None) -> None:
-    """In slots, with a ring of their own or with pages of two groups, they are as in tensors of their own."""
+    """By index, with a ring of their own or with pages of two groups, they are as in tensors of their own."""
     B, HQ, HK, D = 3, 4, 2, 64
     window, groups = (None, 4) if paged else (40, 2)
     order = key_order(D) if paged else None
@@ -210,13 +210,13 @@ def test_sequences_in_rows_of_larger_tensors(step_: Any, paged: bool, poisoned_m
     larger = empty(torch.zeros(7, HK, 1, D, device=DEVICE), 2, 4, order)
     rows_and_tensors = list(zip(wide, larger.tensors, strict=True))
     found_in = larger.with_tensors(rows[:, : x[0].numel()].view(x.shape) for rows, x in rows_and_tensors)
-    slots = torch.tensor([5, 2, 4, 0, 0], dtype=torch.int32, device=DEVICE)
+    state_indices = torch.tensor([5, 2, 4, 0, 0], dtype=torch.int32, device=DEVICE)
     pages = torch.tensor([[1, 6], [3, 5], [2, 4], [0, 0], [0, 0]], dtype=torch.int32, device=DEVICE)
     found_in.lengths.zero_()
     generator = torch.Generator().manual_seed(0)
     for t in range(99):
         q, k, v = (torch.randn(B + 2, 1, heads, D, generator=generator).to(DEVICE) for heads in (HQ, HK, HK))
-        call = PackedStepCall(q, k, v, found_in, window, 0, slots=slots, pages=pages if paged else None)
+        call = PackedStepCall(q, k, v, found_in, window, 0, state_indices=state_indices, pages=pages if paged else None)
         if t % GROUP > 1:
             torch_packed_step_(call)
             append(k[:B].transpose(1, 2), v[:B].transpose(1, 2), wanted_in)
@@ -225,7 +225,7 @@ def test_sequences_in_rows_of_larger_tensors(step_: Any, paged: bool, poisoned_m
         wanted, _ = step_(PackedStepCall(q[:B], k[:B], v[:B], wanted_in, window, 0))
         assert (found[:B] - wanted).abs().max() < 1e-5 * wanted.abs().max()
         assert found.isfinite().all()
-    assert found_in.lengths[slots[:B].long()].tolist() == [99] * B
+    assert found_in.lengths[state_indices[:B].long()].tolist() == [99] * B
     assert all((rows[:, x[0].numel() :] == 77).all() for rows, x in rows_and_tensors)
 
 
@@ -440,7 +440,7 @@ def test_what_is_wrong_is_named() -> None:
         packed_attention(q[:, :5, -1:], cache)
     with pytest.raises(TypeError, match="k: got dtype"):
         packed_step_(q[:, :, :1].transpose(1, 2).double(), *(x[:, :, :1].transpose(1, 2) for x in (k, v)), cache)
-    with pytest.raises(ValueError, match="slots: got None, needs the rows of the sequences with pages"):
+    with pytest.raises(ValueError, match="state_indices: got None, needs the rows of the sequences with pages"):
         packed_step_(*(x[:, :, :1].transpose(1, 2) for x in (q, k, v)), cache, pages=torch.ones(len(q), 1).int())
     with pytest.raises(ValueError, match=r"^packed_step_ has no gradients"):
         packed_step_(*(x[:, :, :1].transpose(1, 2).requires_grad_() for x in (q, k, v)), cache)

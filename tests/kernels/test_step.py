@@ -243,14 +243,14 @@ def test_step(case: Step) -> None:
             assert relative_error(found[name], y) < 2e-6, (step_, name)
 
 
-SLOTS = (4, 2)  # of the two sequences
+INDICES = (4, 2)  # of the two sequences
 
 
 def in_larger(x: torch.Tensor) -> torch.Tensor:
-    """Rows of a larger tensor, apart from each other, with those of x [2, ...] in SLOTS."""
+    """Rows of a larger tensor, apart from each other, with those of x [2, ...] in INDICES."""
     wide = torch.full((5, x[0].numel() + 16), 3.0, dtype=x.dtype, device=x.device)
     larger = wide[:, : x[0].numel()].unflatten(1, x.shape[1:])
-    larger[list(SLOTS)] = x
+    larger[list(INDICES)] = x
     return larger
 
 
@@ -260,10 +260,10 @@ def test_states_may_be_rows_of_larger_tensors(step_: Callable[..., torch.Tensor]
     x = make(next(case for case in CASES if case.name == name), device=DEVICE)
     wanted = run(step_, x)
     larger = {name: in_larger(x[name]) for name in ("state", "conv_tail") if x[name] is not None}
-    o = step_(**x | larger, slots=torch.tensor(SLOTS, dtype=torch.int32, device=DEVICE))
+    o = step_(**x | larger, state_indices=torch.tensor(INDICES, dtype=torch.int32, device=DEVICE))
     assert relative_error(o, wanted["o"]) < 2e-6
     for name, rows in larger.items():
-        assert relative_error(rows[list(SLOTS)], wanted[name]) < 2e-6
+        assert relative_error(rows[list(INDICES)], wanted[name]) < 2e-6
         assert (rows[[0, 1, 3]] == 3).all()
 
 
@@ -392,7 +392,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("k_offset", lambda x: x.int(), "k_offset: got dtype"),
     ("dt_bias", lambda x: None, "dt_bias: needs a tensor with A_log"),
     ("A_log", lambda x: x[:1], r"A_log: got shape \[1\]"),
-    ("slots", lambda x: torch.zeros(2, device=DEVICE), "slots: got dtype"),
+    ("state_indices", lambda x: torch.zeros(2, device=DEVICE), "state_indices: got dtype"),
     ("erase", lambda x: "on", "erase: got 'on', needs one of 'decayed', 'off', 'undecayed'"),
     ("use_beta_sigmoid_in_kernel", lambda x: False, "allow_neg_eigval: doubles a sigmoid"),
 ]

@@ -57,7 +57,7 @@ CASES = [
     Mixture("heads of 100", D=100, H=1, B=1, places=1),
     Mixture("heads of 1", D=1, T=1, places=1, numbers="rows"),
 ]
-TENSORS = ("near", "lse", "far", "share_logit", "far_slope", "near_slope", "z", "norm_weight")
+TENSORS = ("window_output", "lse", "state_output", "share_logit", "far_slope", "near_slope", "z", "norm_weight")
 
 
 def make(case: Mixture, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def make(case: Mixture, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         "rows": torch.arange(T)[None].add(torch.arange(B)[:, None] * 2).int(),  # a 0 in the first
     }[case.numbers]
     return {
-        "near": randn(B, T, H, D).to(dtype),
+        "window_output": randn(B, T, H, D).to(dtype),
         "lse": randn(B, T, H),
-        "far": randn(B, T, H, D).to(dtype),
+        "state_output": randn(B, T, H, D).to(dtype),
         "share_logit": randn(B, T, H).to(dtype),
         "far_slope": 1 + 0.3 * randn(H),
         "near_slope": 1 + 0.3 * randn(H),
@@ -91,19 +91,21 @@ def make(case: Mixture, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 def truth(x: dict[str, Any]) -> Tensor:
     """The definition in float64, token by token."""
     y = {name: None if x[name] is None else x[name].cpu().double() for name in TENSORS}
-    B, T = y["near"].shape[:2]
-    far, o = y["far"], torch.empty_like(y["near"])
+    B, T = y["window_output"].shape[:2]
+    state_output, o = y["state_output"], torch.empty_like(y["window_output"])
     if y["norm_weight"] is not None:
-        far = far / (far.square().mean(-1, keepdim=True) + x["eps"]).sqrt() * y["norm_weight"]
+        state_output = (
+            state_output / (state_output.square().mean(-1, keepdim=True) + x["eps"]).sqrt() * y["norm_weight"]
+        )
     if y["z"] is not None:
-        far = far * F.silu(y["z"])
+        state_output = state_output * F.silu(y["z"])
     numbers = torch.arange(1, T + 1)[None] if x["numbers"] is None else x["numbers"].cpu()
     for b in range(B):
         for t, n in enumerate(numbers.expand(B, T)[b].tolist()):
             unseen = min(n, x["reach"] or n) - x["places"]
             logit = y["share_logit"][b, t] - y["near_slope"] * y["lse"][b, t]
             share = (logit + y["far_slope"] * torch.tensor(float(unseen)).log()).sigmoid() if unseen > 0 else 0 * logit
-            o[b, t] = y["near"][b, t] + share[:, None] * (far[b, t] - y["near"][b, t])
+            o[b, t] = y["window_output"][b, t] + share[:, None] * (state_output[b, t] - y["window_output"][b, t])
     return o
 
 
@@ -135,11 +137,11 @@ def test_sixteen_bits_are_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mix", SIDES)
 def test_inputs_may_be_slices_of_wider_tensors(mix: Callable[..., Tensor]) -> None:
     x = make(CASES[0])
-    H, D = x["near"].shape[2:]
+    H, D = x["window_output"].shape[2:]
     joint = torch.cat([x["z"].flatten(2), x["share_logit"], x["share_logit"] + torch.nan], dim=-1)
-    writes = torch.stack([x["far"] + torch.nan, x["far"]], dim=2).flatten(1, 2)[:, 1::2]
+    writes = torch.stack([x["state_output"] + torch.nan, x["state_output"]], dim=2).flatten(1, 2)[:, 1::2]
     parts = {"z": joint[..., : H * D].unflatten(-1, (H, D)), "share_logit": joint[..., H * D : H * D + H]}
-    assert relative_error(mix(**x | parts | {"far": writes}), truth(x)) < 1e-6
+    assert relative_error(mix(**x | parts | {"state_output": writes}), truth(x)) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -148,8 +150,8 @@ def test_a_share_may_saturate(mix: Callable[..., Tensor]) -> None:
     x = make(Mixture("saturated", H=2, norm="none", gate=False))
     x["share_logit"][:] = torch.tensor([1e4, -1e4], device=DEVICE)
     o = mix(**x)[:, 5:]
-    torch.testing.assert_close(o[:, :, 0], x["far"][:, 5:, 0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(o[:, :, 1], x["near"][:, 5:, 1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(o[:, :, 0], x["state_output"][:, 5:, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(o[:, :, 1], x["window_output"][:, 5:, 1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +191,10 @@ def test_the_operators_are_registered_consistently() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"near": torch.zeros(2, 13, 3)}, "near: got shape"),
+    ({"window_output": torch.zeros(2, 13, 3)}, "window_output: got shape"),
     ({"lse": torch.zeros(2, 13, 2)}, r"lse: got shape \[2, 13, 2\], needs \[B, T, H\]"),
-    ({"far": torch.zeros(2, 13, 3, 15)}, "far: got shape"),
-    ({"far": torch.zeros(2, 13, 3, 16).int()}, "far: got dtype torch.int32"),
+    ({"state_output": torch.zeros(2, 13, 3, 15)}, "state_output: got shape"),
+    ({"state_output": torch.zeros(2, 13, 3, 16).int()}, "state_output: got dtype torch.int32"),
     ({"share_logit": None}, "share_logit: got NoneType, needs a tensor"),
     ({"far_slope": torch.zeros(4)}, r"far_slope: got shape \[4\], needs \[H\]"),
     ({"places": 0}, "places: got 0, needs at least 1"),

@@ -94,7 +94,9 @@ def empty(case: Step, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 def token(x: dict[str, Any], t: int) -> dict[str, Any]:
     """The arguments of step t but for the cache."""
-    return {name: y[:, t : t + 1] if isinstance(y, torch.Tensor) and name != "slots" else y for name, y in x.items()}
+    return {
+        name: y[:, t : t + 1] if isinstance(y, torch.Tensor) and name != "state_indices" else y for name, y in x.items()
+    }
 
 
 def run(step_: StepFunction, x: dict[str, Any], cache: dict[str, torch.Tensor]) -> Results:
@@ -116,18 +118,18 @@ def worst_error(found: Results, wanted: Results) -> float:
 def test_caches_may_be_rows_of_larger_tensors(step_: StepFunction, name: str) -> None:
     """The last sequence has the row 0 that is nobody's."""
     case = next(case for case in CASES if case.name == name)
-    x, slots = make(case), torch.tensor([4, 2, 0][-case.B :], dtype=torch.int32, device=DEVICE)
+    x, state_indices = make(case), torch.tensor([4, 2, 0][-case.B :], dtype=torch.int32, device=DEVICE)
     own, wide = empty(case), {}
     for name, part in empty(case).items():
         wide[name] = torch.full((5, part[0].numel() + 16), 3, dtype=part.dtype, device=DEVICE)
         wide[name][:, : part[0].numel()] = 0
     larger = {name: y[:, :-16].view(5, *own[name].shape[1:]) for name, y in wide.items()}
-    wanted, found = run(step_, x, own), run(step_, x | {"slots": slots}, larger)
+    wanted, found = run(step_, x, own), run(step_, x | {"state_indices": state_indices}, larger)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one[:-1], other[:-1])
         assert one.isfinite().all()
     for name, y in larger.items():
-        assert torch.equal(y[slots[:-1].long()], own[name][:-1])
+        assert torch.equal(y[state_indices[:-1].long()], own[name][:-1])
         assert not y[[1, 3]].any()
         assert (wide[name][:, -16:] == 3).all()
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.decoding.capture import CAPTURES
 from support.float64 import Float64
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def float64() -> Iterator[None]:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCapture]:
     """Stands for CUDA graphs on a CPU."""
-    made, threads = Recorder(), torch.get_num_threads()
-    monkeypatch.setitem(RECORDERS, "cpu", made)
+    made, threads = EmulatedCapture(), torch.get_num_threads()
+    monkeypatch.setitem(CAPTURES, "cpu", made)
     torch.set_num_threads(1)  # such small operations wait for each other's threads longer than they compute
     yield made
     torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from deltanet_hf.decoding.fixed_cache import FixedCache, layout
+from deltanet_hf.decoding.static_cache import StaticCacheBuffers, layout
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
@@ -47,18 +47,18 @@ def test_its_tensors_grow_at_fixed_addresses_and_come_back() -> None:
     (layer,), own = cache.layers, dict(as_cache_layer(cache.layers[0]).tensors())
     assert layout(cache, CONFIG) == layout(filled(5), CONFIG)
     assert cache_bytes(cache) == 4 * 2 * (9 + 7 + 2 * 7 * 4)
-    snapshot, fixed = Snapshot(cache), FixedCache(cache, CONFIG, 64, torch.bool)
-    fixed.load(cache, 7, None)
+    snapshot, buffers = Snapshot(cache), StaticCacheBuffers(cache, CONFIG, 64, torch.bool)
+    buffers.load(cache, 7, None)
     room = layer.parts["log"].state
     assert room["log"].shape == (2, 64)
     assert room["log"][:, :7].equal(own["log.log"])
-    with fixed.taken_back(cache):
+    with buffers.taken_back(cache):
         room["state"].zero_()
     assert room["state"].equal(own["log.state"])
     room["log"][:, 7] = 1.0
-    fixed.advance()
-    assert not fixed.full
-    fixed.unload(cache)
+    buffers.advance()
+    assert not buffers.full
+    buffers.unload(cache)
     assert cache.layers[0] is layer
     assert layer.parts["log"].state["log"].equal(torch.cat([own["log.log"], torch.ones(2, 1)], dim=1))
     assert layer.parts["log"].tokens_seen == 8

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import LayerTable, converted_config
-from deltanet_hf.decoding import decoded_by, fixed_cache
+from deltanet_hf.decoding import decoded_by, static_cache
 from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.errors import UserError
 from deltanet_hf.fast import FastDecoder, fast_form, packed
@@ -31,7 +31,7 @@ from deltanet_kernels.packed_cache.layout import GROUP, SINKS, rounded_tokens
 from support.float64 import Float64
 from support.plain_form import plain_form
 from support.refusals import assert_refused
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 from support.tiny_models import mixed_table, randomise, teacher_config
 
 TEACHER, CONTEXT, THETA = 32, 128, 1e4
@@ -208,7 +208,7 @@ def test_windows_see_a_text_within_the_bound_as_without_the_setting() -> None:
 
 
 @torch.no_grad()
-def test_cut_distances_change_nothing_within_the_teachers_positions(recorder: Recorder) -> None:
+def test_cut_distances_change_nothing_within_the_teachers_positions(capture: EmulatedCapture) -> None:
     own, cut = made(table()), far("cut")
     short, long = IDS[:, :TEACHER], IDS[:, : TEACHER + 1]
     torch.testing.assert_close(cut(short).logits, own(short).logits, rtol=1e-5, atol=1e-5)
@@ -219,33 +219,33 @@ def test_cut_distances_change_nothing_within_the_teachers_positions(recorder: Re
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("yarn", 16), ("yarn", 4), ("nope", 4)])
-def test_a_recorded_step_passes_the_bound(kind: str, bits: int, recorder: Recorder) -> None:
-    """Recorded at position 9, replayed to 60: sinks are bounded from 43 on."""
+def test_a_captured_step_passes_the_bound(kind: str, bits: int, capture: EmulatedCapture) -> None:
+    """Captured at position 9, replayed to 60: sinks are bounded from 43 on."""
     model = far(kind, bits)
     options: Any = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 52}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(IDS[:, :9], **options)
     wanted = model.generate(IDS[:, :9], **options, disable_compile=True)
-    assert recorder.replayed > 40
+    assert capture.replayed > 40
     assert torch.equal(found.sequences, wanted.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_a_step_that_is_recorded_for_short_texts_turns_nothing(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_is_captured_for_short_texts_turns_nothing(
+    capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for 17 tokens at first, and then for 43: sinks are as far away as they are."""
     monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (16,))
-    monkeypatch.setattr(fixed_cache, "SPARE", 8)
-    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
+    monkeypatch.setattr(static_cache, "SPARE", 8)
+    monkeypatch.setattr(static_cache, "ALIGNMENT", 1)
     monkeypatch.setattr(packed, "TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned"))
     far("yarn", 4).generate(IDS[:, :9], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert recorder.replayed > 10
+    assert capture.replayed > 10
 
 
 @torch.inference_mode()
-def test_a_recorded_prompt_passes_the_bound(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_prompt_passes_the_bound(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (64, 96))
     with Float64():
         model = far("yarn", 4).double()
@@ -259,7 +259,7 @@ def test_a_recorded_prompt_passes_the_bound(recorder: Recorder, monkeypatch: pyt
             torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
             after = [model(IDS[:, length : length + 3], **{CACHE: one[CACHE]}).logits for one in read]
             torch.testing.assert_close(*after, rtol=1e-3, atol=1e-3)
-    assert recorder.recorded_prompts == 1
+    assert capture.captured_prefills == 1
 
 
 @torch.no_grad()

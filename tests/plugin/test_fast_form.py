@@ -33,7 +33,7 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(autouse=True)
-def joint(monkeypatch: pytest.MonkeyPatch) -> None:
+def merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are moved on a CPU, too."""
     monkeypatch.setattr(form, "MOVES_ON", {"cuda", "cpu"})
 
@@ -142,7 +142,7 @@ SPOILED: list[tuple[Callable[[Any], Any], str]] = [
         "model.norm: its forward is compiled or replaced",
     ),
     (lambda model: model.model.layers[-1].mlp.train(), "model.layers.3.mlp: it is in training mode"),
-    (switch_off_state, "model.layers.0.self_attn.window_branch: its method share is replaced"),
+    (switch_off_state, "model.layers.0.self_attn.window_branch: its method mixing_gate is replaced"),
     (
         lambda model: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval(),
         "model.layers.0.self_attn.q_proj: its adapter is not merged",

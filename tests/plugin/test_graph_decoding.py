@@ -1,4 +1,4 @@
-"""Decoding by a recorded step gives the tokens of decoding by separate launches; on a CPU, by operations run again.
+"""Decoding by a captured step gives the tokens of decoding by separate launches; on a CPU, by operations run again.
 
 `support/replayed_step.py` stands for the CUDA graph. `test_graph_decoding_gpu.py` has the same with real graphs.
 """
@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from deltanet_hf import LayerTable
-from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs, serve
+from deltanet_hf.decoding import decoded_by, forget_graphs, serve, static_cache
 from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.attention import single_query
@@ -27,7 +27,7 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 from support.tiny_models import (
     HYBRID,
     mixed_mixture_table,
@@ -39,7 +39,7 @@ from support.tiny_models import (
     tiny_teacher,
 )
 
-pytestmark = pytest.mark.usefixtures("recorder")
+pytestmark = pytest.mark.usefixtures("capture")
 
 TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
 ALIKE = ("linear", "retention", "gated_linear", "gla", "deltanet", "alibi")  # their steps are those of other mixers
@@ -89,53 +89,55 @@ def pure() -> PreTrainedModel:
 @pytest.mark.parametrize(
     "mixer", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in MIXERS]
 )
-def test_one_recording_serves_all_positions(mixer: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_serves_all_positions(mixer: str, capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     if mixer == "mesa":  # looks at its residuals on CPUs only
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     heads = {"heads": ["softmax", "linear"]} if mixer == "mixed_heads" else {}
     model = tiny_student("llama", mixer=mixer, layers=HYBRID, **heads)
     check_same(model)
     assert decoded_by(model) == "CUDA graph"
-    assert (recorder.recorded, recorder.replayed) == (1, 10)  # of 12 tokens, prefill and one step come before
+    assert (capture.captured, capture.replayed) == (1, 10)  # of 12 tokens, prefill and one step come before
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in IN_FULL else pytest.mark.slow) for name in FAMILIES]
 )
-def test_windows_go_round_in_every_family(family: str, recorder: Recorder) -> None:
+def test_windows_go_round_in_every_family(family: str, capture: EmulatedCapture) -> None:
     model = tiny_mixture(family, mixture_table())
     check_same(model, tokens=16)
     assert decoded_by(model) == "CUDA graph"
-    assert recorder.recorded == 1
+    assert capture.captured == 1
 
 
 @pytest.mark.parametrize("side", ["left", "right", "none"])
-def test_paddings(side: str, recorder: Recorder) -> None:
+def test_paddings(side: str, capture: EmulatedCapture) -> None:
     for model in (pure(), tiny_mixture("llama", mixed_mixture_table())):
         check_same(model, side=side)
-    assert recorder.recorded == 2
+    assert capture.captured == 2
 
 
 @pytest.mark.parametrize(("side", "chunk"), [("left", 1), ("right", 4)])
-def test_a_chunk_of_one_padded_token_is_no_step(side: str, chunk: int, recorder: Recorder) -> None:
+def test_a_chunk_of_one_padded_token_is_no_step(side: str, chunk: int, capture: EmulatedCapture) -> None:
     model = tiny_student("llama", layers=HYBRID)
     found = generate(model, side=side, prefill_chunk_size=chunk)
     wanted = generate(model, side=side, disable_compile=True)
     assert found.sequences.tolist() == wanted.sequences.tolist()
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
-    assert recorder.replayed
+    assert capture.replayed
 
 
-def test_eager_attention_reads_masks_of_numbers(recorder: Recorder) -> None:
+def test_eager_attention_reads_masks_of_numbers(capture: EmulatedCapture) -> None:
     model = tiny_mixture("gemma2", mixture_table())
     model.set_attn_implementation("eager")
     check_same(model, tokens=14)
-    assert recorder.recorded == 1
+    assert capture.captured == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is no interpreter of Triton beside a GPU")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_softmax_layers_attend_by_the_kernels(family: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softmax_layers_attend_by_the_kernels(
+    family: str, capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heads = []
 
     def attend(q: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -145,18 +147,18 @@ def test_softmax_layers_attend_by_the_kernels(family: str, recorder: Recorder, m
     monkeypatch.setattr(single_query, "decode_attention", attend)
     model = tiny_mixture(family, mixed_mixture_table() if family == "llama" else mixture_table())
     check_same(model, tokens=8)
-    assert recorder.replayed == 6
-    assert len(heads) >= 2  # the step before the recording, and the recorded one
+    assert capture.replayed == 6
+    assert len(heads) >= 2  # the step before the graph, and the captured one
 
 
 @pytest.mark.parametrize("name", ["hybrid", "mixed heads", "whole and windows", "sliding"])
-def test_packed_keys_and_values(name: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that grow run out of places and are recorded again; rings stay.
+def test_packed_keys_and_values(name: str, capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that grow run out of places and are captured again; rings stay.
 
     In float64, but states have float32: where a code falls on the other side of a half, that row differs from there on.
     """
-    monkeypatch.setattr(fixed_cache, "SPARE", 8)
-    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 16)
+    monkeypatch.setattr(static_cache, "SPARE", 8)
+    monkeypatch.setattr(static_cache, "ALIGNMENT", 16)
     hybrid, sliding = tiny_student("llama", layers=HYBRID, window=40), tiny_mixture("gemma3_text", mixture_table())
     both = tiny_mixture("llama", mixed_table("softmax", "window").with_windows((40, 70, 33, 97)))
     models = {"hybrid": hybrid, "sliding": sliding, "whole and windows": both}
@@ -167,18 +169,18 @@ def test_packed_keys_and_values(name: str, recorder: Recorder, monkeypatch: pyte
         differences = (torch.stack(found.logits) - torch.stack(wanted.logits)).abs().amax(-1)  # [40, 2]
         assert differences.max() < 0.01
         assert (differences < 5e-6).float().mean() > 0.6
-    assert recorder.recorded >= 2
-    assert recorder.replayed
+    assert capture.captured >= 2
+    assert capture.replayed
 
 
 @pytest.mark.parametrize(("bits", "state_dtype"), [(4, "int8"), (16, "float32")])
-def test_groups_leave_a_window(bits: int, state_dtype: str, recorder: Recorder) -> None:
+def test_groups_leave_a_window(bits: int, state_dtype: str, capture: EmulatedCapture) -> None:
     """Before the tokens 64 and 96 of each row, which padding sets apart."""
     table = LayerTable.preset(2, "gated_deltanet+window", window=33, state_dtype=state_dtype)
     model = set_cache_bits(tiny_mixture("llama", table), bits)
     check_same(model, tokens=95)
     assert decoded_by(model) == "CUDA graph"
-    assert (recorder.recorded, recorder.replayed) == (1, 93)
+    assert (capture.captured, capture.replayed) == (1, 93)
 
 
 def test_under_the_compiler_softmax_layers_attend_by_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,7 @@ def test_a_replaced_state_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.sequences.tolist() != wanted.sequences.tolist()
 
 
-def test_sampling_stopping_and_streaming(recorder: Recorder) -> None:
+def test_sampling_stopping_and_streaming(capture: EmulatedCapture) -> None:
     class Keeps:
         def __init__(self) -> None:
             self.tokens: list[list[int]] = []
@@ -227,10 +229,10 @@ def test_sampling_stopping_and_streaming(recorder: Recorder) -> None:
         found = generate(model, **options, stopping_criteria=StoppingCriteriaList([After()]))
         assert found.sequences.shape[1] == 15
     assert heard[0].tokens == heard[1].tokens
-    assert recorder.replayed > 0
+    assert capture.replayed > 0
 
 
-def test_a_batch_size_is_recorded_once(recorder: Recorder) -> None:
+def test_a_batch_size_is_captured_once(capture: EmulatedCapture) -> None:
     model = pure()
     plain = {"return_dict_in_generate": False, "output_logits": False}
     for call in range(2):
@@ -238,34 +240,34 @@ def test_a_batch_size_is_recorded_once(recorder: Recorder) -> None:
             options = {"rows": rows, "tokens": 5 + 3 * call + rows, "side": "none", **plain}
             wanted = generate(model, **options, disable_compile=True)
             assert generate(model, **options).tolist() == wanted.tolist()
-    assert recorder.recorded == 2
+    assert capture.captured == 2
     forget_graphs(model)
     generate(model)
-    assert recorder.recorded == 3
+    assert capture.captured == 3
 
 
-def test_a_hybrid_is_recorded_again_where_its_cache_is_returned(recorder: Recorder) -> None:
+def test_a_hybrid_is_captured_again_where_its_cache_is_returned(capture: EmulatedCapture) -> None:
     model = tiny_mixture("mistral", mixture_table())
     plain = {"return_dict_in_generate": False, "output_logits": False}
     for _ in range(2):
         generate(model, **plain)
-    assert recorder.recorded == 1
+    assert capture.captured == 1
     for _ in range(2):
         check_same(model)
-    assert recorder.recorded == 2  # the first of these calls took the recording, the second made one
+    assert capture.captured == 2  # the first of these calls took the graph, the second made one
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo3"])
-def test_places_that_run_out(family: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed_cache, "SPARE", 4)
-    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
+def test_places_that_run_out(family: str, capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_cache, "SPARE", 4)
+    monkeypatch.setattr(static_cache, "ALIGNMENT", 1)
     model = tiny_mixture(family, mixture_table())
     check_same(model, tokens=18, max_length=64)
-    assert recorder.recorded == 4
+    assert capture.captured == 4
 
 
 @pytest.mark.parametrize("inference", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_conversation_goes_on_with_the_returned_cache(inference: bool, recorder: Recorder) -> None:
+def test_a_conversation_goes_on_with_the_returned_cache(inference: bool, capture: EmulatedCapture) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for model in (pure(), tiny_mixture("gemma2", mixed_mixture_table()), tiny_mixture("gemma2", mixture_table())):
         caches = [DynamicCache(config=model.config) for _ in range(2)]
@@ -281,10 +283,10 @@ def test_a_conversation_goes_on_with_the_returned_cache(inference: bool, recorde
             assert said[0].tolist() == said[1].tolist()
             said = [torch.cat([one, TOKENS[1:2, :3]], dim=1) for one in said]
     assert decoded_by(model) == "CUDA graph"
-    assert recorder.replayed == 3 * 3 * 6 + 2  # pure models keep their recording, and need no step before it
+    assert capture.replayed == 3 * 3 * 6 + 2  # pure models keep their graph, and need no step before it
 
 
-def test_snapshots_sessions_and_assistance_with_recorded_steps(recorder: Recorder, tmp_path: Path) -> None:
+def test_snapshots_sessions_and_assistance_with_captured_steps(capture: EmulatedCapture, tmp_path: Path) -> None:
     for model in (pure(), tiny_mixture("gemma2", mixed_mixture_table())):
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
         cache = DynamicCache(config=model.config)
@@ -306,26 +308,26 @@ def test_snapshots_sessions_and_assistance_with_recorded_steps(recorder: Recorde
         assert decoded_by(model) == "separate launches: the mode is assisted_generation"
 
 
-def test_a_changed_model_is_recorded_again(recorder: Recorder) -> None:
+def test_a_changed_model_is_captured_again(capture: EmulatedCapture) -> None:
     model = pure()
     before = check_same(model).sequences
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 0.5)
     check_same(model)
     model.model.layers[1].self_attn.window_branch.scale *= 3
     assert check_same(model).sequences.tolist() != before.tolist()
-    assert recorder.recorded == 3
+    assert capture.captured == 3
     generate(switch_off_state(model))
-    assert decoded_by(model).endswith("window_branch: its method share is replaced")
+    assert decoded_by(model).endswith("window_branch: its method mixing_gate is replaced")
 
 
-def test_what_is_not_recorded(recorder: Recorder) -> None:
+def test_what_is_not_captured(capture: EmulatedCapture) -> None:
     model = tiny_mixture("llama", mixture_table())
     model.set_attn_implementation("eager")
     bare = {"output_logits": False, "return_dict_in_generate": False}
 
     def reason(model: Any = model, **options: Any) -> str:
         generate(model, **{**bare, **options})
-        assert recorder.recorded == 0
+        assert capture.captured == 0
         return decoded_by(model).removeprefix("separate launches: ")
 
     assert reason(num_beams=2) == "the mode is beam_search"
@@ -350,17 +352,17 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
     assert decoded_by(inner) == "CUDA graph"
 
 
-def test_a_step_that_cannot_be_recorded_goes_on_by_launches(recorder: Recorder) -> None:
+def test_a_step_that_cannot_be_captured_goes_on_by_launches(capture: EmulatedCapture) -> None:
     model = tiny_student("llama", mixer="mesa", layers=HYBRID)  # reads its residuals on CPUs
     check_same(model)
     assert decoded_by(model).startswith("separate launches: _local_scalar_dense")
-    assert recorder.replayed == 0
+    assert capture.replayed == 0
 
 
-def test_recordings_do_not_keep_a_model_alive(recorder: Recorder) -> None:
+def test_graphs_do_not_keep_a_model_alive(capture: EmulatedCapture) -> None:
     model = pure()
     generate(model, return_dict_in_generate=False, output_logits=False)
-    assert recorder.recorded == 1
+    assert capture.captured == 1
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -368,20 +370,20 @@ def test_recordings_do_not_keep_a_model_alive(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_softmax_models(family: str, recorder: Recorder) -> None:
+def test_softmax_models(family: str, capture: EmulatedCapture) -> None:
     model = tiny_teacher(family)
     own, wanted = type(model), generate(model, disable_compile=True).sequences.tolist()
     assert serve(serve(model)) is model
     assert check_same(model).sequences.tolist() == wanted
     assert decoded_by(model) == "CUDA graph"
-    assert recorder.recorded == 1
+    assert capture.captured == 1
     assert str(type(model)) == str(own)
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model)
     assert check_same(again).sequences.tolist() == wanted
 
 
-def test_a_model_in_the_format_of_qwen3_5(recorder: Recorder) -> None:
+def test_a_model_in_the_format_of_qwen3_5(capture: EmulatedCapture) -> None:
     model = tiny_qwen3_5()
     check_same(model)
     assert decoded_by(model) == "CUDA graph"

@@ -1,4 +1,4 @@
-"""On a GPU: decoding by CUDA graph gives the tokens of decoding by separate launches, and is recorded in time."""
+"""On a GPU: decoding by CUDA graph gives the tokens of decoding by separate launches, and is captured in time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.decoding import decoded_by, recorders
+from deltanet_hf.decoding import capture, decoded_by
+from deltanet_hf.decoding.captured_graphs import captured_graphs_of
 from deltanet_hf.decoding.prompts import read_prompt
-from deltanet_hf.decoding.recordings import recordings_of
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, read
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.mixers import MIXERS
@@ -43,7 +43,7 @@ def generate(model: PreTrainedModel, side: str = "left", **options: Any) -> Any:
 
 
 def check_same(model: PreTrainedModel, rtol: float = 2e-3, **options: Any) -> torch.Tensor:
-    """Compares with separate launches, twice: with a new recording and, in pure models, with the kept one."""
+    """Compares with separate launches, twice: with a new graph and, in pure models, with the kept one."""
     wanted = generate(model, **options, disable_compile=True)
     for _ in range(2):
         found = generate(model, **options)
@@ -90,19 +90,19 @@ def test_beams_fall_back() -> None:
     assert decoded_by(model) == "separate launches: the mode is beam_search"
 
 
-def test_a_recording_takes_less_than_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_takes_less_than_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     times = []
-    record = recorders.record_cuda
+    original = capture.capture_cuda_graph
 
     def timed(*args: Any) -> Any:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        made = record(*args)
+        made = original(*args)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
         return made
 
-    monkeypatch.setitem(recorders.RECORDERS, "cuda", timed)
+    monkeypatch.setitem(capture.CAPTURES, "cuda", timed)
     model = tiny_student("llama", mixer="gated_deltanet+window", window=5, sinks=2).cuda().bfloat16()
     generate(model)
     assert decoded_by(model) == "CUDA graph"
@@ -112,7 +112,7 @@ def test_a_recording_takes_less_than_two_seconds(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", [kind for kind, layout in KINDS.items() if layout.served])
 @torch.inference_mode()
 def test_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded ones against separate launches: logits, cache, and the tokens after it."""
+    """Captured ones against separate launches: logits, cache, and the tokens after it."""
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 97}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     monkeypatch.setitem(SHAPES, "small", shape | heads)
@@ -137,9 +137,9 @@ def test_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             pairs.append(tuple(model(token, past_key_values=cache).logits for cache in reversed(caches)))
         for one, other in pairs:
             assert (one.double() - other.double()).norm() <= 5e-3 * other.double().norm(), (length, one.shape)
-    prompts = recordings_of(model).prompts
+    prompts = captured_graphs_of(model).prompts
     assert prompts is not None
-    assert prompts.recordable
+    assert prompts.capturable
     assert list(prompts.kept) == [(2, 64), (2, 768)]
     assert len({prompt.memory for prompt in prompts.kept.values()}) == 1
 

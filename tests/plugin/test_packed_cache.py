@@ -18,8 +18,8 @@ from deltanet_hf.fast.packed import FastPacked
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.cache.packed_reach import NAMES, PackedReach
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, QuantisedCacheSpec
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import add_key_order, cache_bits_of, set_cache_bits, stored_bytes
@@ -94,7 +94,7 @@ KINDS = [
 )
 def test_packed_numbers_are_those_of_fake_quantisation(bits: int, dtype: torch.dtype, size: int) -> None:
     k, v = (torch.randn(2, 101, 3, size).to(dtype) for _ in range(2))
-    held = PackedTokens(PackedReach(bits, None), {}, None)
+    held = QuantisedKVCache(QuantisedCacheSpec(bits, None), {}, None)
     held.attend(k, k, v, 0.2, None)
     cache = PackedKeyValues(*(held.state[name] for name in NAMES))  # type: ignore[call-arg]
     keys, values = (x.transpose(1, 2) for x in unpacked(cache[:4], dtype))
@@ -286,20 +286,20 @@ def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "kept",
-    [PackedReach(4, None), PackedReach(8, 40, 4), PackedReach(4, 33, 2, 50)],
+    "spec",
+    [QuantisedCacheSpec(4, None), QuantisedCacheSpec(8, 40, 4), QuantisedCacheSpec(4, 33, 2, 50)],
     ids=str,
 )
 @torch.no_grad()
-def test_sequences_that_begin_in_one_row(kept: PackedReach) -> None:
+def test_sequences_that_begin_in_one_row(spec: QuantisedCacheSpec) -> None:
     """As each alone; a family's own window ends within them."""
     lengths = (70, 1, 33, 64)
     q, k, v = (torch.randn(1, sum(lengths), heads, 16) for heads in (4, 2, 2))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    held = PackedTokens(kept, {}, None, lengths=lengths, cu_seqlens=bounds)
+    held = QuantisedKVCache(spec, {}, None, lengths=lengths, cu_seqlens=bounds)
     found, sums = held.attend(q, k, v, 0.2, None)
     for row, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
-        one, at = PackedTokens(kept, {}, None), slice(start, start + length)
+        one, at = QuantisedKVCache(spec, {}, None), slice(start, start + length)
         wanted, wanted_sums = one.attend(q[:, at], k[:, at], v[:, at], 0.2, None)
         torch.testing.assert_close(found[:, at], wanted)
         torch.testing.assert_close(sums[:, at], wanted_sums)
@@ -312,10 +312,10 @@ def test_sequences_that_begin_in_one_row(kept: PackedReach) -> None:
 def test_no_gradient_is_lost_after_other_tokens(trained: int, length: int) -> None:
     """As where LoRA adapters are on q and v alone."""
     inputs = [torch.randn(1, 40, 2, 16) for _ in range(3)]
-    held = PackedTokens(PackedReach(4, None), {}, None)
+    held = QuantisedKVCache(QuantisedCacheSpec(4, None), {}, None)
     held.attend(*inputs, 0.2, None)
     inputs = [x[:, :length] for x in inputs]
-    held = PackedTokens(PackedReach(4, None), held.state, None, seen=40)
+    held = QuantisedKVCache(QuantisedCacheSpec(4, None), held.state, None, seen=40)
     inputs[trained].requires_grad_()
     with pytest.raises(ValueError, match="cache bits: gradients need whole sequences without padding"):
         held.attend(*inputs, 0.2, None)

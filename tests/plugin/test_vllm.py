@@ -21,7 +21,7 @@ from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import LayerTable
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 from support.tiny_models import ONE_NORM, READS_ALL, mixed_mixture_table, mixture_table, tiny_table
 from support.vllm_engine import TOKENS, Answer, by_generate, by_vllm, prompts, served_model
 
@@ -315,40 +315,40 @@ def test_states_of_what_has_left_a_window_are_refused_with_what_is_served() -> N
 
 
 @pytest.fixture
-def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Layers record their steps of single tokens, one for each number of sequences, and replay them from then on."""
+def captured_steps(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapture:
+    """Layers capture their steps of single tokens, one for each number of sequences, and replay them from then on."""
     from deltanet_hf.vllm_plugin.batch import StepBuilder
     from deltanet_hf.vllm_plugin.layer import ServedLayer
 
-    recorder, recordings = Recorder(), {}
+    capture, graphs = EmulatedCapture(), {}
     build, compute = StepBuilder.build, ServedLayer.compute
 
     def widest(self: Any, common_prefix_len: int, common_attn_metadata: Any) -> Any:
-        """As vLLM asks for it when it records a graph."""
+        """As vLLM asks for it when it captures a graph."""
         return build(self, common_prefix_len, dataclasses.replace(common_attn_metadata, max_seq_len=512))
 
     def replayed(self: Any, steps: dict[str, Any], x: torch.Tensor, angles: Any) -> torch.Tensor:
         step, inputs = steps[self.name], [x, *(angles or ())]
         if step.prompts:
             return compute(self, steps, x, angles)
-        if (self.name, step.num_decodes) not in recordings:
+        if (self.name, step.num_decodes) not in graphs:
             held = [part.clone() for part in inputs]
-            recorded = recorder(lambda: compute(self, steps, held[0], held[1:] or None), x.device)
-            recordings[self.name, step.num_decodes] = held, recorded
-        held, recorded = recordings[self.name, step.num_decodes]
+            captured = capture(lambda: compute(self, steps, held[0], held[1:] or None), x.device)
+            graphs[self.name, step.num_decodes] = held, captured
+        held, captured = graphs[self.name, step.num_decodes]
         for part, new in zip(held, inputs, strict=True):
             part.copy_(new)
-        recorded.replay()
-        return recorded.output.clone()
+        captured.replay()
+        return captured.output.clone()
 
     monkeypatch.setattr(StepBuilder, "build", widest)
     monkeypatch.setattr(ServedLayer, "compute", replayed)
-    return recorder
+    return capture
 
 
 # Mesa looks at its residuals on CPUs only.
 RECURRENT = [name for name, kind in MIXERS.items() if issubclass(kind, Mixer) and name != "mesa"]
-RECORDED = {
+CAPTURED = {
     **{mixer: tiny_table(layers=(0,), mixer=mixer) for mixer in RECURRENT},
     "near": tiny_table(layers=(0,), **NEAR),
     "window": tiny_table(layers=(0,), **WINDOW),
@@ -358,12 +358,12 @@ RECORDED = {
 }
 
 
-@pytest.mark.parametrize("table", RECORDED.values(), ids=RECORDED)
-def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, recorded_steps: Recorder) -> None:
+@pytest.mark.parametrize("table", CAPTURED.values(), ids=CAPTURED)
+def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, captured_steps: EmulatedCapture) -> None:
     """No operation reads a number on the host, and what a step reads and writes stays where it is."""
     texts = prompts(*LENGTHS, 64, 32, 33, seed=FEW_TIES)
     assert_equal(served_model("llama", table), texts, STEP, **few_pages(40))
-    assert 0 < recorded_steps.recorded < recorded_steps.replayed / 4
+    assert 0 < captured_steps.captured < captured_steps.replayed / 4
 
 
 @pytest.mark.gpu
@@ -380,7 +380,7 @@ def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, recorded_st
     ids=["near", "kda", "window", "window, 4 bits", "near, 4 bits"],
 )
 def test_heads_that_the_kernels_take_with_and_without_cuda_graphs(table: LayerTable, mode: str) -> None:
-    """None has vLLM's own attention, which in float32 may not let a graph record it."""
+    """None has vLLM's own attention, which in float32 may not let a graph capture it."""
     model = served_model("llama", table, head_dim=64)
     settings = {"compilation_config": {"cudagraph_mode": mode}, "max_num_seqs": 6}
     assert_equal(model, prompts(*LENGTHS, 64, 32, 33), STEP, **settings)

@@ -12,7 +12,7 @@ import torch
 
 from deltanet_convert.select import read_selection
 from deltanet_convert.select.for_convert import SHIPPED
-from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.decoding.capture import CAPTURES
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES, MOST_STEPS
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
@@ -22,7 +22,7 @@ from measuring import rows as row_files
 from measuring.benchmarks import end_to_end, model_at_points
 from measuring.benchmarks.end_to_end import KINDS, benchmark, turns
 from measuring.benchmarks.model_at_points import ModelAtPoints
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 from support.tiny_models import TINY_SHAPE, tiny_teacher
 
 
@@ -76,7 +76,7 @@ def test_models_are_compiled_after_everything_else() -> None:
 
 def test_rows_and_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modes share a model and its prefill, also across runs; nothing is measured twice."""
-    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
     models = counted(monkeypatch, end_to_end, "random_model")
     prompts = counted(monkeypatch, model_at_points, "timed_prompt")
     checks = counted(monkeypatch, model_at_points, "check_decoding")

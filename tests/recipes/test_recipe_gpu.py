@@ -30,7 +30,7 @@ from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 from support.tiny_run import SHAPE, make_models
 
 pytestmark = pytest.mark.gpu
-READS_LENGTHS = ("ttt", "titans")  # lay packed documents out on the host, which no graph records
+READS_LENGTHS = ("ttt", "titans")  # lay packed documents out on the host, which no graph captures
 LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256}
 
 

@@ -1,4 +1,4 @@
-"""The long stage on a tiny model, and batches that one recorded CUDA graph can serve whatever documents they pack."""
+"""The long stage on a tiny model, and batches that one captured CUDA graph can serve whatever documents they pack."""
 
 from __future__ import annotations
 

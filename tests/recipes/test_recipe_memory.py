@@ -72,7 +72,7 @@ FIRST = [
     ("smollm2-135m-100m", FULL, "distil", 17.0),
     ("smollm2-135m-hybrid-100m", [], "long", 15.2),
 ]
-"""GiB on an H200 while a graph was recorded, before the optimiser had a state. That of alignment is less what it held
+"""GiB on an H200 while a graph was captured, before the optimiser had a state. That of alignment is less what it held
 then but no longer holds: the student's other layers, and the hidden states between the teacher's."""
 WHOLE = [
     ("smollm2-135m-100m", FULL, "distil", 20.0),

@@ -1,6 +1,6 @@
-"""Stands for a CUDA graph on any device: records the operations of a step with their tensors, and runs them again.
+"""Stands for a CUDA graph on any device: captures the operations of a step with their tensors, and runs them again.
 
-As in a graph, every number that Python computed is a constant of the recording, every tensor keeps its address, and
+As in a graph, every number that Python computed is a constant of the graph, every tensor keeps its address, and
 nothing may read a tensor on the host or make one from numbers of the host. So a step that bakes in a position, or that
 replaces a tensor of its state instead of writing to it, gives other tokens when it is replayed.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltanet_hf.decoding.recorders import Recording
+from deltanet_hf.decoding.capture import CapturedGraph
 
 READS_HOST = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "unique", "masked_select", "lift_fresh")
 LEAVES_MEMORY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
 
-class RecordedOperations(TorchDispatchMode):
+class CapturedOperations(TorchDispatchMode):
     """The operations under it, which run as well; `replay` runs them again on the same memory."""
 
     def __init__(self) -> None:
@@ -60,16 +60,16 @@ def is_view(output: Any, inputs: Any) -> bool:
     return bool(found) and all(address in known for address in found)
 
 
-class Recorder:
-    """A recorder (`deltanet_hf.decoding.recorders`) that counts what it does: steps, and prompts apart."""
+class EmulatedCapture:
+    """A capture (`deltanet_hf.decoding.capture`) that counts what it does: steps, and prompts apart."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-        self.recorded_prompts = self.replayed_prompts = 0
+        self.captured = self.replayed = 0
+        self.captured_prefills = self.replayed_prefills = 0
 
-    def __call__(self, step: Callable[[], Tensor], device: torch.device, memory: Any = None) -> Recording:
-        """Records `step`. A capture computes nothing, so everything that the step changes is put back."""
-        operations = RecordedOperations()
+    def __call__(self, step: Callable[[], Tensor], device: torch.device, memory: Any = None) -> CapturedGraph:
+        """Captures `step`. A capture computes nothing, so everything that the step changes is put back."""
+        operations = CapturedOperations()
         before: dict[int, tuple[Tensor, Tensor]] = {}
         keep = _KeepWritten(before)
         try:
@@ -78,16 +78,16 @@ class Recorder:
         finally:
             for tensor, value in before.values():
                 tensor.copy_(value)
-        is_prompt = step.__qualname__.startswith("RecordedPrompt")
-        self.recorded += not is_prompt
-        self.recorded_prompts += is_prompt
+        is_prompt = step.__qualname__.startswith("CapturedPrefill")
+        self.captured += not is_prompt
+        self.captured_prefills += is_prompt
 
         def replay() -> None:
             self.replayed += not is_prompt
-            self.replayed_prompts += is_prompt
+            self.replayed_prefills += is_prompt
             operations.replay()
 
-        return Recording(replay, output)
+        return CapturedGraph(replay, output)
 
 
 class _KeepWritten(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from deltanet_hf.mixers.cache.packed_reach import whole_window
+from deltanet_hf.mixers.cache.quantised_cache_spec import whole_window
 
 from .budget import Budget
 from .cache_sizes import CacheSizes

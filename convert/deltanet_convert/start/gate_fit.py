@@ -148,7 +148,7 @@ class GateFit(nn.Module):
         elif gate is not None:
             o = o * F.silu(gate)
         if self.share is not None:
-            o = s.near + self.share(s.x @ self.basis.T, s.lse) * (o - s.near)
+            o = s.window_output + self.share(s.x @ self.basis.T, s.lse) * (o - s.window_output)
         return o
 
     def forward(self, s: Sample) -> Tensor:
@@ -221,7 +221,7 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     share, want = torch.ones(()), s.heads
     if fit.share is not None:  # the state's part of the output, and what is left to it
         share = fit.share(s.x @ fit.basis.T, s.lse)
-        want = s.heads - (1 - share) * s.near
+        want = s.heads - (1 - share) * s.window_output
     for life, beta in fit.grid():
         fit.set_memory(torch.full((states,), life), torch.full((states,), beta))
         o, _ = fit.read(s)

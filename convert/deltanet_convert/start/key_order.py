@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.cache.packed_reach import key_ranges
+from deltanet_hf.mixers.cache.quantised_cache_spec import key_ranges
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.models.cache_bits import KEY_ORDER
 from deltanet_hf.models.families import HALF_ANGLES

@@ -31,7 +31,7 @@ class Sample:
     v: Tensor  # [n, T, S, D]
     heads: Tensor  # [n, T, H, D]: output of the teacher's attention before o_proj
     output: Tensor  # [n, T, hidden]: and after o_proj
-    near: Tensor  # [n, T, H, D]: output of the layer's window; [n, 0] without one
+    window_output: Tensor  # [n, T, H, D]: output of the layer's window; [n, 0] without one
     lse: Tensor  # [n, T, H]: its log-sum-exp
     missed: Tensor  # [n, T, H]: log of the mean exponential of the scores that it misses; nan where it misses none
 
@@ -95,12 +95,12 @@ class Samples:
         finally:
             handle.remove()
         parts = self._projected(x)
-        near = lse = missed = x.new_empty(1, 0)
+        window_output = lse = missed = x.new_empty(1, 0)
         if self.layer.window_branch is not None:
-            near, lse = self.layer.window_branch.attend(*parts, None)
+            window_output, lse = self.layer.window_branch.attend(*parts, None)
             missed = missed_scores(self.layer.window_branch, *parts[:2])
         q, k, v = self._operator_inputs(*parts)
-        return Sample(x, q, k, v, heads[0].view_as(q), output, near, lse, missed)
+        return Sample(x, q, k, v, heads[0].view_as(q), output, window_output, lse, missed)
 
     @torch.no_grad()
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

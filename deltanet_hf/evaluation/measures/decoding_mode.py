@@ -1,7 +1,7 @@
 """The ways to decode whose speed is measured.
 
 A mode says which cache a model gets, how prompts are read into it and how one more token is computed on it. What a
-mode does once per cache, such as recording a graph, belongs into `step` and is not timed.
+mode does once per cache, such as capturing a graph, belongs into `step` and is not timed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from deltanet_hf.decoding.fixed_cache import NotRecordable
 from deltanet_hf.decoding.graphed_step import graphed_step
 from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding.static_cache import NotCapturable
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.mixers.cache.argument import CACHE
 
@@ -56,8 +56,8 @@ def _eager(model: PreTrainedModel, cache: Cache) -> Step:
 def _graphed(model: PreTrainedModel, cache: Cache) -> Step:
     try:
         logits = graphed_step(model, cache, MOST_STEPS)
-    except NotRecordable as error:
-        raise UserError(f"--mode graph: the decoding step cannot be recorded ({error}); use --mode eager") from error
+    except NotCapturable as error:
+        raise UserError(f"--mode graph: the decoding step cannot be captured ({error}); use --mode eager") from error
     return lambda token: logits(token).argmax(-1)
 
 
@@ -66,10 +66,10 @@ def _compiled(model: PreTrainedModel, cache: Cache) -> Step:
         logits = graphed_step(model, cache, MOST_STEPS, compiled=True)
     except torch.OutOfMemoryError:
         raise
-    except (NotRecordable, RuntimeError) as error:  # torch.compile's own errors are RuntimeErrors
+    except (NotCapturable, RuntimeError) as error:  # torch.compile's own errors are RuntimeErrors
         reason = one_line(error, 300)
         raise UserError(
-            f"--mode compiled: the decoding step cannot be compiled and recorded ({reason}); use --mode graph"
+            f"--mode compiled: the decoding step cannot be compiled and captured ({reason}); use --mode graph"
         ) from error
     return lambda token: logits(token).argmax(-1)
 
@@ -79,14 +79,14 @@ def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     return model(tokens, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1:].argmax(-1)
 
 
-def read_recorded(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
-    """As `read`, by a recording where there can be one, as `generate` reads prompts."""
+def read_captured(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
+    """As `read`, by a graph where there can be one, as `generate` reads prompts."""
     inputs = {"input_ids": tokens, CACHE: cache, "use_cache": True, "logits_to_keep": 1}
     output: Any = read_prompt(model, inputs)
     return read(model, tokens, cache) if output is None else output.logits.argmax(-1)
 
 
 EAGER = Mode("eager", _growing, read, _eager)
-GRAPH = Mode("graph", _growing, read_recorded, _graphed)
-COMPILED = Mode("compiled", _growing, read_recorded, _compiled)
+GRAPH = Mode("graph", _growing, read_captured, _graphed)
+COMPILED = Mode("compiled", _growing, read_captured, _compiled)
 MODES = {mode.name: mode for mode in (EAGER, GRAPH, COMPILED)}

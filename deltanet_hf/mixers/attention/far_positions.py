@@ -48,7 +48,7 @@ def window_angles(
         length: tokens of the call.
     """
     longest = 0 if cache is None else cache.get_seq_length()
-    if cache is not None and cache.fixed:  # a recorded step is replayed for all further tokens
+    if cache is not None and cache.fixed:  # a captured step is replayed for all further tokens
         longest = cache.longest
     # The host does not know how long texts are in static caches.
     unknown = longest is None or isinstance(longest, Tensor)

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.attention.sinks_apart import Scores, turned, with_sinks
-from deltanet_hf.mixers.cache.packed_reach import PackedReach
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import round_tokens
 from deltanet_kernels.packed_cache.calls import RoundTokensCall
 from deltanet_kernels.packed_cache.layout import SINKS, tokens_of
 
 
-class TurnedSinks(PackedTokens):
+class TurnedSinks(QuantisedKVCache):
     """As the base class, for queries that are turned before they meet the sinks outside of their window.
 
     Args:
-        kept, more: as for the base class.
+        spec, more: as for the base class.
         turn: cos and sin [B or 1, T, R] of the way back.
     """
 
-    def __init__(self, kept: PackedReach, *more: Any, turn: tuple[Tensor, Tensor], **named: Any) -> None:
-        super().__init__(replace(kept, sinks=0), *more, **named)
-        assert kept.window is not None
-        self._window, self._sinks, self._turn = kept.window, kept.sinks, turn
+    def __init__(self, spec: QuantisedCacheSpec, *more: Any, turn: tuple[Tensor, Tensor], **named: Any) -> None:
+        super().__init__(replace(spec, sinks=0), *more, **named)
+        assert spec.window is not None
+        self._window, self._sinks, self._turn = spec.window, spec.sinks, turn
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """As in the base class."""

@@ -24,8 +24,8 @@ from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.packed_cache import PackedCacheLayer
-from deltanet_hf.mixers.cache.packed_reach import PACKED_ROWS, PackedReach
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS, QuantisedCacheSpec
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
@@ -54,14 +54,14 @@ class PackedSoftmax:
         return PackedCacheLayer if grows else MixerCacheLayer
 
     @property
-    def kept(self) -> PackedReach:
+    def cache_spec(self) -> QuantisedCacheSpec:
         """The part of a sequence that the layer keeps."""
         family_window = sliding_window(self.config.whole, self.layer_idx)
-        return PackedReach.of(self.cache_bits, None, 0, family_window, getattr(self, "key_order", None))
+        return QuantisedCacheSpec.of(self.cache_bits, None, 0, family_window, getattr(self, "key_order", None))
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """As in `LayerKind`, of one token: the groups that others add are not in it."""
-        return self.kept.shapes(self.config.num_key_value_heads, self.head_dim, 1)
+        return self.cache_spec.shapes(self.config.num_key_value_heads, self.head_dim, 1)
 
     def forward(
         self,
@@ -83,12 +83,12 @@ class PackedSoftmax:
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
         inputs = {"hidden_states": hidden_states, "position_embeddings": position_embeddings, **kwargs}
-        return call_packed(super().forward, self.kept, call, inputs)  # type: ignore[misc]
+        return call_packed(super().forward, self.cache_spec, call, inputs)  # type: ignore[misc]
 
 
 def call_packed(
     family: Callable[..., Any],
-    kept: PackedReach,
+    spec: QuantisedCacheSpec,
     call: LayerCall,
     inputs: dict[str, Any],
     turn: PositionEmbeddings | None = None,
@@ -112,8 +112,8 @@ def call_packed(
     length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
-    held = (PackedTokens if turn is None else functools.partial(TurnedSinks, turn=turn))(
-        kept,
+    held = (QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn))(
+        spec,
         call.state or {},
         call.padding,
         seen,
@@ -121,7 +121,7 @@ def call_packed(
         in_place=in_place,
         lengths=call.lengths,
         cu_seqlens=call.cu_seqlens,
-        slots=call.slots,
+        state_indices=call.state_indices,
         pages=call.pages,
     )
     output, _ = family(attention_mask=None, call=held, **{CACHE: None if cache is None else held}, **inputs)

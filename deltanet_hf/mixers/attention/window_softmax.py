@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from deltanet_hf.mixers.attention.sinks_apart import Scores, turned, with_sinks
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
@@ -59,7 +59,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    call: SoftmaxCall | PackedTokens | None = None,
+    call: SoftmaxCall | QuantisedKVCache | None = None,
     query_scale: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -74,7 +74,7 @@ def attend(
         [B, T, HQ, D], and the weights [B, HQ, T, N] if they were computed.
     """
     assert call is not None
-    if isinstance(call, PackedTokens):  # keys and values in few bits
+    if isinstance(call, QuantisedKVCache):  # keys and values in few bits
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
         if query_scale is not None:
             q = (q * query_scale[:, :, None, None]).to(q.dtype)

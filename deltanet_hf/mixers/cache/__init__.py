@@ -1,20 +1,20 @@
 """The caches of converted layers, as layers of transformers' `Cache`.
 
-    protocol.py            what every layer of a cache says of itself, and how a kind is added
-    key_values.py          the same of transformers' own layers
-    cache_layer.py         a layer's part of a cache, made by its first call
-    state.py               the tensors of one layer, and how many tokens it has seen
-    view.py                the sequences of one call in a server's cache
-    static_state.py        the same in a static cache
-    mixed_cache.py         the parts of a layer whose heads are of different kinds
-    packed_cache.py        packed keys and values of all tokens
-    history.py             the last calls of a layer, from which tokens are taken back
-    window_cache.py        keys and values of a window with sinks, in 16 bits
-    packed_tokens.py       keys and values in 8 or 4 bits, of a window or of all tokens
-    packed_reach.py        what such a cache keeps, and the shapes of its tensors
-    fake_quantisation.py   what a query sees of these, computed on whole sequences
-    fixed_key_values.py    growing keys and values in a fixed number of places, and their masks
-    cache_bytes.py         the bytes of a cache
+    protocol.py              what every layer of a cache says of itself, and how a kind is added
+    key_values.py            the same of transformers' own layers
+    cache_layer.py           a layer's part of a cache, made by its first call
+    state.py                 the tensors of one layer, and how many tokens it has seen
+    view.py                  the sequences of one call in a server's cache
+    static_state.py          the same in a static cache
+    mixed_cache.py           the parts of a layer whose heads are of different kinds
+    packed_cache.py          packed keys and values of all tokens
+    history.py               the last calls of a layer, from which tokens are taken back
+    window_cache.py          keys and values of a window with sinks, in 16 bits
+    quantised_kv_cache.py    keys and values in 8 or 4 bits, of a window or of all tokens
+    quantised_cache_spec.py  what such a cache keeps, and the shapes of its tensors
+    fake_quantisation.py     what a query sees of these, computed on whole sequences
+    static_key_values.py     growing keys and values in a fixed number of places, and their masks
+    cache_bytes.py           the bytes of a cache
 
 Layers get their part by `cache_layer`.
 """

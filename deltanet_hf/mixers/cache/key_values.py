@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from deltanet_hf.mixers.cache.fixed_key_values import FixedKeyValues
 from deltanet_hf.mixers.cache.protocol import CacheLayer, State, TensorShape
+from deltanet_hf.mixers.cache.static_key_values import StaticKeyValues
 
 QUANTISED = ("_quantized_keys", "_quantized_values")  # where transformers' quantised layers keep them
 
@@ -92,10 +92,10 @@ class KeyValues(OtherLayer):
         made.put({name: copied(getattr(self.layer, name)[:, :, :tokens]) for name in ("keys", "values")}, tokens)
         return made.layer
 
-    def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> FixedKeyValues:
-        return FixedKeyValues(places(self.window, self.layer.keys))
+    def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> StaticKeyValues:
+        return StaticKeyValues(places(self.window, self.layer.keys))
 
-    def fix(self, room: FixedKeyValues, tokens: int) -> FixedKeyValues:
+    def fix(self, room: StaticKeyValues, tokens: int) -> StaticKeyValues:
         room.load(self.layer, tokens)
         return room
 

@@ -1,9 +1,9 @@
-"""The layer of a cache that holds packed keys and values of all tokens; see `packed_tokens.py`."""
+"""The layer of a cache that holds packed keys and values of all tokens; see `quantised_kv_cache.py`."""
 
 from __future__ import annotations
 
-from deltanet_hf.mixers.cache.packed_reach import PACKED, groups_before
 from deltanet_hf.mixers.cache.protocol import TensorShape
+from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED, groups_before
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 
 

@@ -94,7 +94,7 @@ class CacheLayer:
         """
         raise NotImplementedError
 
-    # Fixed addresses, as a recorded step needs them.
+    # Fixed addresses, as a captured step needs them.
 
     def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> Any:
         """Memory for the tensors of layers like this one, with places for `tokens` tokens.

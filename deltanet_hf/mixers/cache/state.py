@@ -62,7 +62,7 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
         self.count(tokens)
 
     def count(self, tokens: int) -> None:
-        """Count tokens whose state is stored already; a recorded step runs this once for all of its replays."""
+        """Count tokens whose state is stored already; a captured step runs this once for all of its replays."""
         if not self.fixed:
             self.tokens_seen += tokens
 

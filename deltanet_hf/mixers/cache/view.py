@@ -16,13 +16,13 @@ class CacheView:
 
     Attributes:
         layer: has the tensors, and takes those after the call.
-        slots: [B] int32, the rows of its tensors in which a step finds the B sequences, as for `packed_step_`; None for
-            row b of sequence b.
+        state_indices: [B] int32, the rows of its tensors in which a step finds the B sequences, as for `packed_step_`;
+            None for row b of sequence b.
         pages: [B, M] int32, the same of packed groups that lie in pages of their own.
         lengths: tokens of the sequences that begin in the one row of a call; each gets a row of the tensors.
     """
 
     layer: MixerCacheLayer
-    slots: Tensor | None = None
+    state_indices: Tensor | None = None
     pages: Tensor | None = None
     lengths: Sequence[int] | None = None

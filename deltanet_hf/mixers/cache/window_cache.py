@@ -70,7 +70,7 @@ class Tokens:
         return seen | (itself & (query == 0))
 
 
-class KeptTokens:
+class SinkCache:
     """Stands for the cache in one call of the family's attention.
 
     Sinks have places of their own, token number n the place n - 1; the others go round through `window` places.

@@ -57,7 +57,7 @@ def delayed(
         return reordered(output, place), {}
     branch = mixer.window_branch
     assert branch is not None
-    assert projected.share is not None
+    assert projected.mixing_logits is not None
     tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(projected, call.padding)))
     q, k, v = mixer.window_inputs(projected, position_embeddings)
     left = leaving(branch, q, k, v, call, tokens)
@@ -66,8 +66,9 @@ def delayed(
     reads, state = _recalled(mixer, q, left, gates, call, numbers)
     if call.keep_state:
         state |= _waiting(call.state, gates, numbers, branch.places)
-    far = mixer.gated_norm(reads, projected.gate)
-    return branch.mixture(projected.share, left.near, left.lse, far, tokens.numbers), {**state, **left.state}
+    state_output = mixer.gated_norm(reads, projected.gate)
+    output = branch.mixture(projected.mixing_logits, left.window_output, left.lse, state_output, tokens.numbers)
+    return output, {**state, **left.state}
 
 
 def _recalled(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, quantised_attention, straight_through
-from deltanet_hf.mixers.cache.packed_reach import NAMES
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens
+from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.token_order import placed
@@ -42,7 +42,7 @@ class Leaving(NamedTuple):
     32 `base` on; `base` None stands for whole rows, with L = T.
     """
 
-    near: Tensor  # [B, T, HQ, D]: the attention
+    window_output: Tensor  # [B, T, HQ, D]: the attention
     lse: Tensor  # [B, T, HQ] float32: its log-sum-exp
     keys: Tensor | None  # [B, L, HK, D]; None where the host knows that nothing leaves
     values: Tensor | None
@@ -64,15 +64,15 @@ def leaving(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCa
 
 def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> Leaving:
     if branch.cache_bits == 16 or call.cu_seqlens is not None:
-        near, lse = branch.attend(q, k, v, call.cu_seqlens)
+        window_output, lse = branch.attend(q, k, v, call.cu_seqlens)
         state: State = {}
         if call.keep_state:
             own = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
-            kept = KeptTokens(branch.places, branch.sinks, {}, own, cu_seqlens=call.cu_seqlens)
-            kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
-            state = kept.state
-        return Leaving(near, lse, k, v, None, state)
-    order = branch.kept.key_order
+            sink_cache = SinkCache(branch.places, branch.sinks, {}, own, cu_seqlens=call.cu_seqlens)
+            sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+            state = sink_cache.state
+        return Leaving(window_output, lse, k, v, None, state)
+    order = branch.cache_spec.key_order
     state = {}
     if call.keep_state:
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
@@ -83,47 +83,47 @@ def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall
     else:
         k, v, seen = as_kept(k, v, branch.cache_bits, order)
     held = branch.scale, branch.cache_bits, branch.softcap
-    near, lse = quantised_attention(q, k, v, branch.window, branch.sinks, *held, seen, edge=branch.edge)
-    near, lse = with_learned_sinks(near, lse, branch.learned_sinks)
+    window_output, lse = quantised_attention(q, k, v, branch.window, branch.sinks, *held, seen, edge=branch.edge)
+    window_output, lse = with_learned_sinks(window_output, lse, branch.learned_sinks)
     keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
-    return Leaving(near, lse, keys, values, None, state)
+    return Leaving(window_output, lse, keys, values, None, state)
 
 
 def _packed_part(
     branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
 ) -> Leaving:
-    packed = PackedTokens(branch.kept, own, call.padding)
+    packed = QuantisedKVCache(branch.cache_spec, own, call.padding)
     old = packed.cache_before(k)
-    near, lse = packed.attend(q, k, v, branch.scale, branch.softcap)
+    window_output, lse = packed.attend(q, k, v, branch.scale, branch.softcap)
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
     arranged = ArrangedTokens.of(k, v, tokens.numbers.long().expand(len(q), -1) - 1, old)
     keys, values = (x.transpose(1, 2) for x in unpacked(arranged.packed, k.dtype, old.key_order))
-    return Leaving(*with_learned_sinks(near, lse, branch.learned_sinks), keys, values, base, packed.state)
+    return Leaving(*with_learned_sinks(window_output, lse, branch.learned_sinks), keys, values, base, packed.state)
 
 
 def _packed_step(
     branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
 ) -> Leaving:
-    packed, keys, values = PackedTokens(branch.kept, own, None), None, None
+    packed, keys, values = QuantisedKVCache(branch.cache_spec, own, None), None, None
     if not _nothing_leaves(branch, own["count"]):
         leaves = packed.cache_before(k).group(base % branch.groups, k.dtype)  # before the step packs another over it
         keys, values = (_and_another(x.transpose(1, 2)) for x in leaves)
-    near, lse = with_learned_sinks(*packed.attend(q, k, v, branch.scale, branch.softcap), branch.learned_sinks)
-    return Leaving(near, lse, keys, values, base, packed.state)
+    window_output, lse = with_learned_sinks(*packed.attend(q, k, v, branch.scale, branch.softcap), branch.learned_sinks)
+    return Leaving(window_output, lse, keys, values, base, packed.state)
 
 
 def _part(
     branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
 ) -> Leaving:
-    kept = KeptTokens(branch.places, branch.sinks, own, tokens)
-    keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
-    near, lse = _attend(branch, q, keys, values, tokens, kept.seen)
+    sink_cache = SinkCache(branch.places, branch.sinks, own, tokens)
+    keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+    window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache.seen)
     length = branch.places + -(-q.shape[1] // branch.edge) * branch.edge
     first = (base * branch.edge)[:, None]
-    numbers = kept.seen.numbers.long().expand(len(q), -1)
+    numbers = sink_cache.seen.numbers.long().expand(len(q), -1)
     at = (numbers - 1 - first).where((numbers > 0) & (numbers > first), length)
     left_keys, left_values = (placed(x.transpose(1, 2), at, length) for x in (keys, values))
-    return Leaving(near, lse, left_keys, left_values, base, kept.state)
+    return Leaving(window_output, lse, left_keys, left_values, base, sink_cache.state)
 
 
 def _step(
@@ -136,10 +136,10 @@ def _step(
         left_keys, left_values = (
             _and_another(own[name].gather(2, _index(place, own[name])).transpose(1, 2)) for name in ("keys", "values")
         )
-    kept = KeptTokens(branch.places, branch.sinks, own, tokens)
-    keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
-    near, lse = _attend(branch, q, keys, values, tokens, kept.seen)
-    return Leaving(near, lse, left_keys, left_values, base, kept.state)
+    sink_cache = SinkCache(branch.places, branch.sinks, own, tokens)
+    keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+    window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache.seen)
+    return Leaving(window_output, lse, left_keys, left_values, base, sink_cache.state)
 
 
 def _attend(
@@ -147,8 +147,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, T, HQ, D] to keys and values [B, HK, S, D] with these numbers."""
     mask = tokens.sees(seen, branch.window, branch.sinks, None, branch.edge).unsqueeze(1)
-    near, lse = attention(q.float(), keys.float(), values.float(), mask, branch.scale, branch.softcap)
-    return with_learned_sinks(near.to(values.dtype), lse, branch.learned_sinks)
+    window_output, lse = attention(q.float(), keys.float(), values.float(), mask, branch.scale, branch.softcap)
+    return with_learned_sinks(window_output.to(values.dtype), lse, branch.learned_sinks)
 
 
 def _nothing_leaves(branch: WindowBranch, count: Tensor) -> bool:

@@ -64,9 +64,9 @@ class LayerCall:
         return None if self.view is None or self.cu_seqlens is None else self.view.lengths
 
     @property
-    def slots(self) -> Tensor | None:
+    def state_indices(self) -> Tensor | None:
         """[B] int32, as in `CacheView`."""
-        return None if self.view is None else self.view.slots
+        return None if self.view is None else self.view.state_indices
 
     @property
     def pages(self) -> Tensor | None:

@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.packed_reach import held_bytes
 from deltanet_hf.mixers.cache.protocol import CacheLayer, TensorShape
+from deltanet_hf.mixers.cache.quantised_cache_spec import held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings

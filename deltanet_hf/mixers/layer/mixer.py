@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_reach import PackedReach, held_bytes
+from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
@@ -172,7 +172,7 @@ class Mixer(LayerKind, nn.Module):
 
     def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
         """`mix` of tokens in groups of 32, in which queries of a group read the state before its writes."""
-        return read_groups(self.mix, call, PackedReach.group_size)
+        return read_groups(self.mix, call, QuantisedCacheSpec.group_size)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         """The recurrent state of one sequence."""
@@ -219,7 +219,7 @@ class Mixer(LayerKind, nn.Module):
         if self.window_branch is not None:
             self.window_branch.cache_bits = bits
             if bits < 16:
-                _ = self.window_branch.kept
+                _ = self.window_branch.cache_spec
 
     def place_cache(self, cache: Cache) -> MixerCacheLayer:
         return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
@@ -255,9 +255,9 @@ class Mixer(LayerKind, nn.Module):
     def readers(self) -> tuple[Any, ...]:
         """The linear layers that read the layer's input, in the order of `Projected`; None for those it lacks."""
         gate = self.g_proj if self.g_down is None else self.g_down
-        share = None if self.window_branch is None else self.window_branch.share_proj
+        mixing = None if self.window_branch is None else self.window_branch.share_proj
         a, b = getattr(self, "a_proj", None), getattr(self, "b_proj", None)
-        return self.q_proj, self.k_proj, self.v_proj, gate, a, b, share
+        return self.q_proj, self.k_proj, self.v_proj, gate, a, b, mixing
 
     def project(self, x: Tensor) -> Projected:
         """The projections of x [B, T, hidden], zeros at padding."""
@@ -265,7 +265,7 @@ class Mixer(LayerKind, nn.Module):
 
     def projected(self, x: Tensor, outputs: Sequence[Tensor | None]) -> Projected:
         """The projections of x, from the outputs [B, T, ...] of the `readers`."""
-        q, k, v, gate, a, b, share = outputs
+        q, k, v, gate, a, b, mixing_logits = outputs
         assert q is not None
         assert k is not None
         assert v is not None
@@ -274,7 +274,7 @@ class Mixer(LayerKind, nn.Module):
         if self.g_down is not None and self.g_proj is not None:
             gate = self.g_proj(gate)
         gate = None if gate is None else self.split_heads(gate)
-        return Projected(x, q, k, v, gate, a, b, share)
+        return Projected(x, q, k, v, gate, a, b, mixing_logits)
 
     def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Repeats the heads of k and v [B, T, heads*D] for the states that share their projections."""
@@ -361,7 +361,7 @@ class Mixer(LayerKind, nn.Module):
         if self.window_branch is None:
             return output, {}
         v = self.window_values(projected)
-        return self.window_branch(projected.share, inputs.window_q, inputs.window_k, v, output, call)  # type: ignore[no-any-return]
+        return self.window_branch(projected.mixing_logits, inputs.window_q, inputs.window_k, v, output, call)  # type: ignore[no-any-return]
 
     @property
     def delays(self) -> bool:

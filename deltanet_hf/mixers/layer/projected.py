@@ -17,4 +17,4 @@ class Projected(NamedTuple):
     gate: Tensor | None = None  # [B, T, HO, D], logits of the output gate
     a: Tensor | None = None  # [B, T, HV], logits of the decay: of `a_proj`
     b: Tensor | None = None  # [B, T, HV], logits of the write strength: of `b_proj`
-    share: Tensor | None = None  # [B, T, HQ], logits of the state's share of the output: of the window's `share_proj`
+    mixing_logits: Tensor | None = None  # [B, T, HQ], of the state's share of the output: the window's `share_proj`

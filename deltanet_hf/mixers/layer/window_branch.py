@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
-from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED_ROWS, PackedReach
-from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED_ROWS, QuantisedCacheSpec
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import State, TensorShape
-from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
+from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens, window_shapes
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
@@ -84,7 +84,7 @@ class WindowBranch(Part):
             self.window, self.sinks = min(settings.window, shape.family_window), 0
         self.delayed, self.edge = settings.delayed, 1
         if self.delayed:  # whole groups before a query's own
-            self.edge = PackedReach.group_size
+            self.edge = QuantisedCacheSpec.group_size
             self.window = cdiv(self.window - 1, self.edge) * self.edge + 1
         self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None
         self.share_proj = nn.Linear(shape.hidden_size, self.heads)
@@ -105,7 +105,7 @@ class WindowBranch(Part):
         return self.STATE if self.cache_bits == 16 else NAMES
 
     @property
-    def kept(self) -> PackedReach:
+    def cache_spec(self) -> QuantisedCacheSpec:
         """What a cache in less than 16 bits keeps.
 
         Raises:
@@ -118,12 +118,12 @@ class WindowBranch(Part):
                 f"cache bits: got {self.sinks} sinks beside a state of what has left the window, which needs {SINKS} "
                 f"in {self.cache_bits} bits; set them so, or use 16 bits"
             )
-        return replace(PackedReach.of(self.cache_bits, self.window, self.sinks, None, order), edge=self.edge)
+        return replace(QuantisedCacheSpec.of(self.cache_bits, self.window, self.sinks, None, order), edge=self.edge)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
         if self.cache_bits < 16:
-            return self.kept.shapes(self.kv_heads, self.head_dim, 0)
+            return self.cache_spec.shapes(self.kv_heads, self.head_dim, 0)
         return window_shapes(self.kv_heads, self.head_dim, self.places + self.sinks, dtype)
 
     def forward(
@@ -132,7 +132,7 @@ class WindowBranch(Part):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        far: Tensor,
+        state_output: Tensor,
         call: LayerCall,
     ) -> tuple[Tensor, State]:
         """The layer's output before `o_proj`, and the window's part of the new state (empty unless it is kept).
@@ -140,17 +140,21 @@ class WindowBranch(Part):
         Args:
             logits: of the state's share, as `share_proj` gives them [B, T, HQ].
             q, k, v: [B, T, HQ, D], [B, T, HK, D], [B, T, HK, D] as softmax attention sees them.
-            far: [B, T, HQ, D], the state's output after its norm and gate.
+            state_output: [B, T, HQ, D], the state's output after its norm and gate.
             call: the layer's call.
         """
         tokens = self.tokens(q, call)
-        near, lse, new_state = self.near(q, k, v, call, tokens)
-        return self.mixture(logits, near, lse, far, tokens.numbers), new_state
+        window_output, lse, new_state = self.window_output(q, k, v, call, tokens)
+        return self.mixture(logits, window_output, lse, state_output, tokens.numbers), new_state
 
-    def mixture(self, logits: Tensor, near: Tensor, lse: Tensor, far: Tensor, numbers: Tensor) -> Tensor:
-        """y [B, T, HQ, D] from w, log Z and the state's output; arguments as in `forward` and `share`."""
-        share = self.share(logits, lse, numbers).unsqueeze(-1)
-        return near + share.to(near.dtype) * (far.to(near.dtype) - near)
+    def mixture(
+        self, logits: Tensor, window_output: Tensor, lse: Tensor, state_output: Tensor, numbers: Tensor
+    ) -> Tensor:
+        """y [B, T, HQ, D] from w, log Z and the state's output; arguments as in `forward` and `mixing_gate`."""
+        mixing_gate = self.mixing_gate(logits, lse, numbers).unsqueeze(-1)
+        return window_output + mixing_gate.to(window_output.dtype) * (
+            state_output.to(window_output.dtype) - window_output
+        )
 
     def tokens(self, x: Tensor, call: LayerCall) -> Tokens:
         """The tokens x [B, T, ...] of a call, by their numbers in their sequences."""
@@ -158,27 +162,38 @@ class WindowBranch(Part):
         before = None if call.state is None else call.state["count"]
         return Tokens.of(batch, length, call.padding, call.cu_seqlens, before, x.device)
 
-    def near(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> tuple[Tensor, Tensor, State]:
+    def window_output(
+        self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, State]:
         """The attention, w [B, T, HQ, D] and log Z [B, T, HQ] float32, and the window's part of the new state."""
         padding, state = call.padding, call.state
         if not call.keep_state and (call.cu_seqlens is not None or padding is None):
             return *self.attend(q, k, v, call.cu_seqlens), {}
         own = {} if state is None else {name: state[name] for name in self.state_names}
         if self.cache_bits < 16:
-            packed = PackedTokens(
-                self.kept, own, padding, keep_state=call.keep_state, lengths=call.lengths, cu_seqlens=call.cu_seqlens
+            packed = QuantisedKVCache(
+                self.cache_spec,
+                own,
+                padding,
+                keep_state=call.keep_state,
+                lengths=call.lengths,
+                cu_seqlens=call.cu_seqlens,
             )
-            near, lse = with_learned_sinks(*packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks)
-            return near, lse, packed.state
-        kept = KeptTokens(self.window, self.sinks, own, tokens, cu_seqlens=call.cu_seqlens)
-        keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+            window_output, lse = with_learned_sinks(
+                *packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks
+            )
+            return window_output, lse, packed.state
+        sink_cache = SinkCache(self.window, self.sinks, own, tokens, cu_seqlens=call.cu_seqlens)
+        keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
         if state is None and padding is None:
-            near, lse = self.attend(q, k, v, call.cu_seqlens)
+            window_output, lse = self.attend(q, k, v, call.cu_seqlens)
         else:
-            near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
-        return near, lse, kept.state
+            window_output, lse = self._attend_kept(
+                q, keys.transpose(1, 2), values.transpose(1, 2), tokens, sink_cache.seen
+            )
+        return window_output, lse, sink_cache.state
 
-    def share(self, logits: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
+    def mixing_gate(self, logits: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         """The state's share [B, T, HQ] float32 of the output.
 
         Args:
@@ -187,11 +202,11 @@ class WindowBranch(Part):
         """
         unseen = self.unseen(numbers)
         logit = logits.float() + self.slopes(unseen.clamp_min(1), lse)
-        share = logit.sigmoid() * (unseen > 0).unsqueeze(-1)
+        mixing_gate = logit.sigmoid() * (unseen > 0).unsqueeze(-1)
         if self.training:
             dropped = torch.rand(lse.shape[0], 1, 1, device=lse.device) < self.dropout
-            share = torch.where(dropped, 1.0, share)
-        return share
+            mixing_gate = torch.where(dropped, 1.0, mixing_gate)
+        return mixing_gate
 
     @property
     def places(self) -> int:
@@ -217,12 +232,12 @@ class WindowBranch(Part):
         if self.cache_bits < 16:
             if cu_seqlens is not None:
                 raise ValueError(PACKED_ROWS)
-            rest = self.scale, self.cache_bits, self.softcap, None, self.kept.key_order
-            near, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
+            rest = self.scale, self.cache_bits, self.softcap, None, self.cache_spec.key_order
+            window_output, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
         else:
             reach = self.window, self.sinks
-            near, lse = window_attention(q, k, v, *reach, self.scale, cu_seqlens, self.softcap, edge=self.edge)
-        return with_learned_sinks(near.view(shape), lse.view(shape[:3]), self.learned_sinks)
+            window_output, lse = window_attention(q, k, v, *reach, self.scale, cu_seqlens, self.softcap, edge=self.edge)
+        return with_learned_sinks(window_output.view(shape), lse.view(shape[:3]), self.learned_sinks)
 
     def _attend_kept(
         self, q: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, seen: Tokens
@@ -231,7 +246,7 @@ class WindowBranch(Part):
         if q.shape[1] <= few_queries(self.window, q):
             mask = tokens.sees(seen, self.window, self.sinks, None).unsqueeze(1)
             k, v = (x.transpose(1, 2).float() for x in (keys, values))
-            near, lse = attention(q.float(), k, v, mask, self.scale, self.softcap)
-            return with_learned_sinks(near.to(values.dtype), lse, self.learned_sinks)
-        near, lse = in_order(lambda q, k, v, _: self.attend(q, k, v, None), q, keys, values, seen)
-        return near, lse
+            window_output, lse = attention(q.float(), k, v, mask, self.scale, self.softcap)
+            return with_learned_sinks(window_output.to(values.dtype), lse, self.learned_sinks)
+        window_output, lse = in_order(lambda q, k, v, _: self.attend(q, k, v, None), q, keys, values, seen)
+        return window_output, lse

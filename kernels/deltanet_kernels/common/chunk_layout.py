@@ -38,7 +38,7 @@ class ChunkLayout:
         """The layout of x [B, T, ...], or of sequences packed into one row with the boundaries `cu_seqlens` [N + 1].
 
         Raises:
-            RuntimeError: packed sequences while a CUDA graph is recorded, since the layout depends on their lengths.
+            RuntimeError: packed sequences while a CUDA graph is captured, since the layout depends on their lengths.
         """
         batch, tokens = x.shape[:2]
         if cu_seqlens is None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from deltanet_kernels.arguments import ConvCall, GatedNormCall, StepCall
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
-from deltanet_kernels.common.slots import on_copies
+from deltanet_kernels.common.state_indices import on_copies
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 
@@ -30,7 +30,7 @@ class StepParts(NamedTuple):
 
 def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     """`deltanet_kernels.gated_delta_step_` composed of `parts`."""
-    if call.slots is not None:
+    if call.state_indices is not None:
         return on_copies(lambda copied: compose_step_(parts, copied), call, CHANGED)
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *_ = call
     k_offset, eps, qk_silu, v_silu = call.k_offset, call.eps, call.qk_silu, call.v_silu

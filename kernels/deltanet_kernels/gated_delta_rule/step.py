@@ -24,7 +24,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
-from deltanet_kernels.common.slots import row_size
+from deltanet_kernels.common.state_indices import row_size
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.cpu_step import CHANGED, StepParts, compose_step_
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
@@ -51,7 +51,7 @@ def _fake_delta_step_(call: StepCall):
 def delta_step_(call: StepCall) -> torch.Tensor:
     """Return o [B, T, max(HQ, HV), V] and update the state and the convolution's tail, whose rows are contiguous.
 
-    Several tokens take no slots.
+    Several tokens take no indices.
     """
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *_ = call
     k_offset = call.k_offset
@@ -79,7 +79,9 @@ def delta_step_(call: StepCall) -> torch.Tensor:
     if T == 1:
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
         form = form._replace(STATE_ROW=row_size(state), TAIL_ROW=row_size(conv_tail), SLICE=width, AHEAD=ahead)
-        launch(one_token_kernel, B * HV, *tensors, call.slots, call.factor, call.eps, FORM=form, num_warps=warps)
+        launch(
+            one_token_kernel, B * HV, *tensors, call.state_indices, call.factor, call.eps, FORM=form, num_warps=warps
+        )
     else:
         warps = step_warps(BK * BV)
         launch(step_kernel, B * HV, *tensors, call.factor, call.eps, T, FORM=form, num_warps=warps)
@@ -101,6 +103,6 @@ def gated_delta_step_triton_(call: StepCall) -> torch.Tensor:
     check_supported(call.q.dtype, K, V)
     shared = call.conv_weight is not None and (H != HV or HQ % HV != 0)
     large = power_of_two(K, 1) * power_of_two(V, 1) > MAX_STATE
-    if shared or (call.q.shape[1] > 1 and (large or call.slots is not None)):
+    if shared or (call.q.shape[1] > 1 and (large or call.state_indices is not None)):
         return compose_step_(_PARTS, call)
     return delta_step_(call)

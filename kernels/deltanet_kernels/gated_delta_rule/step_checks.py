@@ -8,7 +8,7 @@ from deltanet_kernels.arguments import Erase, StepCall
 from deltanet_kernels.checks import (
     check_changed,
     check_rotation,
-    check_slots,
+    check_state_indices,
     require_device,
     require_float,
     require_least,
@@ -45,10 +45,10 @@ def check_gated_delta_step(call: StepCall) -> None:
         raise ValueError(f"state: got shape {shape_text(state)}, needs [B, HV, K, V] without empty dimensions")
     for name in ("state", "conv_tail"):
         if name in tensors:
-            check_changed(name, tensors[name], call.slots)
+            check_changed(name, tensors[name], call.state_indices)
     HV, K, V = state.shape[1:]
     B, T = q.shape[:2]
-    rows = check_slots(call.slots, B, q.device, state)
+    rows = check_state_indices(call.state_indices, B, q.device, state)
     wanted = (torch.float64 if q.dtype == torch.float64 else torch.float32, torch.bfloat16)
     if state.dtype not in wanted:
         raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")

@@ -55,7 +55,7 @@ class StepForm(NamedTuple):
     KV_REPEATS: int
     """Neighbouring heads that read the same channels of k and v."""
     STATE_ROW: int = 0
-    """With slots: elements between the rows of the state; TAIL_ROW of the tail. From here on: of `one_token_kernel`."""
+    """With indices: elements between rows of the state; TAIL_ROW of the tail. From here on: of `one_token_kernel`."""
     TAIL_ROW: int = 0
     SLICE: int = 0
     """Columns of the state that are processed at a time."""

@@ -26,8 +26,8 @@ from deltanet_kernels.gated_delta_rule.step_inputs import (
 
 @triton.jit
 def one_token_kernel(
-    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, slots,
-    scale, eps, FORM: tl.constexpr,
+    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o,
+    state_indices, scale, eps, FORM: tl.constexpr,
 ):  # fmt: skip
     """Process one token; one program per (row, state head)."""
     H: tl.constexpr = FORM.H
@@ -48,11 +48,11 @@ def one_token_kernel(
     n = (tl.program_id(0) // HV).to(tl.int64)
     k += shift(head // (HV // H), FORM) * K
     v += shift(head, FORM) * V
-    if slots is not None:  # row n of both is that of the slot
-        slot = tl.load(slots + n).to(tl.int64)
-        state += slot * FORM.STATE_ROW - n * (HV * K * V)
+    if state_indices is not None:  # row n of both is that of the index
+        state_index = tl.load(state_indices + n).to(tl.int64)
+        state += state_index * FORM.STATE_ROW - n * (HV * K * V)
         if FORM.W > 1:
-            conv_tail += slot * FORM.TAIL_ROW - n * (FORM.C * (FORM.W - 1))
+            conv_tail += state_index * FORM.TAIL_ROW - n * (FORM.C * (FORM.W - 1))
     t = n * 0  # keeps t a tensor in the interpreter
     d = tl.arange(0, FORM.BK)
     e = tl.arange(0, SLICE)

@@ -74,11 +74,11 @@ class PackedStepCall(NamedTuple):
         window, sinks, limit, scale, softcap, edge: as for `packed_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D, as for `window_step_`. Keys are
             kept rotated.
-        slots: [B] int32, the row of the cache's tensors that holds each sequence; otherwise as for
+        state_indices: [B] int32, the row of the cache's tensors that holds each sequence; otherwise as for
             `gated_delta_step_`.
-        pages: [B, M] int32, only with slots: the rows of the packed tensors (the first four) that hold each sequence,
+        pages: [B, M] int32, only with indices: the rows of the packed tensors (the first four) that hold each sequence,
             N groups a row. Group g is in the place g % (M N) of them, counted through the M rows. By default M = 1 and
-            the row is the slot.
+            the row is the index.
 
     Returns:
         o [B, 1, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, 1, HQ], float32 at least.
@@ -99,14 +99,14 @@ class PackedStepCall(NamedTuple):
     softcap: float | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
-    slots: Tensor | None = None
+    state_indices: Tensor | None = None
     pages: Tensor | None = None
     edge: int = 1
 
     @property
     def packed_rows(self) -> Tensor | None:
-        """`pages`, or what they are by default [B, 1]; None without slots."""
-        return self.slots.unsqueeze(1) if self.pages is None and self.slots is not None else self.pages
+        """`pages`, or what they are by default [B, 1]; None without indices."""
+        return self.state_indices.unsqueeze(1) if self.pages is None and self.state_indices is not None else self.pages
 
     @property
     def attention(self) -> PackedAttentionCall:

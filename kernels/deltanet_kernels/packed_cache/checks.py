@@ -8,7 +8,7 @@ from torch import Tensor
 from deltanet_kernels.checks import (
     check_length,
     check_rotation,
-    check_slots,
+    check_state_indices,
     refuse_gradients,
     require_float,
     require_shape,
@@ -57,13 +57,13 @@ def _check_queries(
 def check_packed_step(call: PackedStepCall) -> None:
     """Raises ValueError or TypeError."""
     rows, HK, _, D = call.cache.keys.shape
-    B = rows if call.slots is None else len(call.slots)
-    check_slots(call.slots, B, call.q.device, call.cache.keys)
+    B = rows if call.state_indices is None else len(call.state_indices)
+    check_state_indices(call.state_indices, B, call.q.device, call.cache.keys)
     if call.pages is not None:
-        if call.slots is None:
-            raise ValueError("slots: got None, needs the rows of the sequences with pages")
+        if call.state_indices is None:
+            raise ValueError("state_indices: got None, needs the rows of the sequences with pages")
         require_shape("pages", require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
-        check_slots(call.pages[:, 0], B, call.q.device, call.cache.key_codes, name="pages")
+        check_state_indices(call.pages[:, 0], B, call.q.device, call.cache.key_codes, name="pages")
     for name, x in (("k", call.k), ("v", call.v)):
         _check_like(name, x, call.q)
         require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")

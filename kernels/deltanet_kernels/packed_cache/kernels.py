@@ -130,7 +130,7 @@ def round_tokens_kernel(x, y, T, rows, x_row, x_token, x_head, HK: tl.constexpr,
 
 
 class Places(NamedTuple):
-    """Where the rows of a cache are whose sequences have slots: a compile-time constant of the kernels."""
+    """Where the rows of a cache are whose sequences have indices: a compile-time constant of the kernels."""
 
     PER_PAGE: int
     """Groups of a page; from here on elements from a row of a tensor to its next."""
@@ -175,8 +175,8 @@ def _is_seen(i, j, window, sinks, limit, EDGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
 def packed_span_kernel(
-    q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, slots, pages,
-    parts, weights, factor, groups, span, spans, window, sinks, limit,
+    q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
+    state_indices, pages, parts, weights, factor, groups, span, spans, window, sinks, limit,
     PLACES: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -187,14 +187,14 @@ def packed_span_kernel(
     """
     c = tl.program_id(0) % spans
     pair = (tl.program_id(0) // spans).to(tl.int64)
-    if slots is None:
+    if state_indices is None:
         i = tl.load(lengths + pair // HK) - 1
-    else:  # row b of the cache is that of the slot; of what sequences share one token is read
-        slot = tl.load(slots + pair // HK).to(tl.int64)
-        i = tl.where(slot > 0, tl.load(lengths + slot * PLACES.LENGTHS_ROW) - 1, 0)
-        keys += slot * PLACES.KEYS_ROW - pair // HK * (HK * TOKENS * D)
-        values += slot * PLACES.VALUES_ROW - pair // HK * (HK * TOKENS * D)
-        token_scales += slot * PLACES.TS_ROW - pair // HK * (HK * TOKENS * (4 * D // BLOCK))
+    else:  # row b of the cache is that of the index; of what sequences share one token is read
+        state_index = tl.load(state_indices + pair // HK).to(tl.int64)
+        i = tl.where(state_index > 0, tl.load(lengths + state_index * PLACES.LENGTHS_ROW) - 1, 0)
+        keys += state_index * PLACES.KEYS_ROW - pair // HK * (HK * TOKENS * D)
+        values += state_index * PLACES.VALUES_ROW - pair // HK * (HK * TOKENS * D)
+        token_scales += state_index * PLACES.TS_ROW - pair // HK * (HK * TOKENS * (4 * D // BLOCK))
     current = i // GROUP
     if pages is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if (c < spans - 1) & (c * span >= current):  # a table of pages is as wide as the longest sequence may become
@@ -277,8 +277,8 @@ def pack_kernel(
 
 @triton.jit
 def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, slots, pages,
-    q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row,
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
+    state_indices, pages, q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row,
     PLACES: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     R: tl.constexpr, ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -289,15 +289,15 @@ def append_kernel(
     """
     pair = tl.program_id(0).to(tl.int64)
     b, h = pair // HK, pair % HK
-    if slots is None:
+    if state_indices is None:
         number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
-    else:  # row b of the cache is that of the slot; the tickets of what sequences share say nothing
-        slot = tl.load(slots + b).to(tl.int64)
-        number = take_ticket(lengths, slot * PLACES.LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
-        number = tl.where(slot > 0, number, 0)
-        keys += slot * PLACES.KEYS_ROW - b * (HK * TOKENS * D)
-        values += slot * PLACES.VALUES_ROW - b * (HK * TOKENS * D)
-        token_scales += slot * PLACES.TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
+    else:  # row b of the cache is that of the index; the tickets of what sequences share say nothing
+        state_index = tl.load(state_indices + b).to(tl.int64)
+        number = take_ticket(lengths, state_index * PLACES.LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
+        number = tl.where(state_index > 0, number, 0)
+        keys += state_index * PLACES.KEYS_ROW - b * (HK * TOKENS * D)
+        values += state_index * PLACES.VALUES_ROW - b * (HK * TOKENS * D)
+        token_scales += state_index * PLACES.TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
     if key_order is not None:
         key_order += h * (2 * D)
     d = tl.arange(0, D)

@@ -16,7 +16,7 @@ from deltanet_kernels.common.online_softmax import COMBINED, combine_kernel
 from deltanet_kernels.common.registration import cached, differentiable_call, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
-from deltanet_kernels.common.slots import row_size
+from deltanet_kernels.common.state_indices import row_size
 from deltanet_kernels.common.token_step import COUNT_BITS, MAX_PROGRAMS
 from deltanet_kernels.flash_decoding.config import MAX_GROUP
 from deltanet_kernels.packed_cache.calls import (
@@ -100,9 +100,9 @@ def _places(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
 
 
 def _attend(
-    call: PackedAttentionCall, slots: Tensor | None = None, pages: Tensor | None = None
+    call: PackedAttentionCall, state_indices: Tensor | None = None, pages: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `packed_attention_op`, of contiguous q, with slots and pages as in `PackedStepCall`."""
+    """As `packed_attention_op`, of contiguous q, with indices and pages as in `PackedStepCall`."""
     q, cache, (window, sinks, limit), scale, softcap = call.q, call.cache, call.reach, call.factor, call.softcap
     (B, HQ, _, D), HK, bits = q.shape, cache.keys.shape[1], cache.bits
     N = cache.groups * (1 if pages is None else pages.shape[1])
@@ -115,7 +115,7 @@ def _attend(
     weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device)
     launch(
         packed_span_kernel, B * HK * spans,
-        q, *cache, slots, pages, parts, weights,
+        q, *cache, state_indices, pages, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
         PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)),
         CAP=softcap, PAIRS=in_pairs(bits, q), STAGES=stages,
@@ -151,19 +151,19 @@ def _fake_step(call: PackedStepCall):
 )
 def packed_step_op_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
-    cache, slots, pages = call.cache, call.slots, call.packed_rows
+    cache, state_indices, pages = call.cache, call.state_indices, call.packed_rows
     (B, _, HQ, D), HK = call.q.shape, call.k.shape[2]
     turned = call.q.contiguous() if call.cos is None else call.q.new_empty(call.q.shape)
     (q, q_row), (k, k_row), (v, v_row) = rows(call.q), rows(call.k), rows(call.v)
     cos, sin = (None if x is None else x.contiguous() for x in (call.cos, call.sin))
     launch(
-        append_kernel, B * HK, *cache, slots, pages, q, k, v, cos, sin, turned,
+        append_kernel, B * HK, *cache, state_indices, pages, q, k, v, cos, sin, turned,
         cache.groups * (1 if pages is None else pages.shape[1]), q_row, k_row, v_row,
         PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip
-    o, lse = _attend(call.attention._replace(q=turned.view(B, HQ, 1, D)), slots, pages)
+    o, lse = _attend(call.attention._replace(q=turned.view(B, HQ, 1, D)), state_indices, pages)
     return o.view(B, 1, HQ, D), lse.view(B, 1, HQ)
 
 

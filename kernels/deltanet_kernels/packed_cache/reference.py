@@ -185,8 +185,8 @@ def _straight_through(x: Tensor, rounded: Tensor) -> Tensor:
 
 def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.packed_step_` in PyTorch."""
-    if call.slots is not None:
-        return _step_in_slots(call, call.slots.long())
+    if call.state_indices is not None:
+        return _step_by_indices(call, call.state_indices.long())
     q, k = call.q, call.k
     if call.cos is not None and call.sin is not None:
         q, k = rotate(torch.cat([q, k], dim=2), call.cos, call.sin).split([q.shape[2], k.shape[2]], dim=2)
@@ -195,24 +195,24 @@ def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     return o.transpose(1, 2), lse.unsqueeze(1)
 
 
-def _step_in_slots(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """A step of a call with slots, on copies of its rows; those of tokens go back, and a group that has been packed."""
+def _step_by_indices(call: PackedStepCall, state_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """A step of a call with indices, on copies of rows; those of tokens go back, and a group that has been packed."""
     held, pages = call.cache, call.packed_rows
     assert pages is not None
     pages = pages.long()
     packed: Any = (x[pages].transpose(1, 2).flatten(2, 3) for x in held[:4])
-    own = held.with_tensors([*packed, *(x[slots] for x in held.tensors[4:])])
+    own = held.with_tensors([*packed, *(x[state_indices] for x in held.tensors[4:])])
     number = own.lengths.long()
-    found = torch_packed_step_(call._replace(cache=own, slots=None, pages=None))
+    found = torch_packed_step_(call._replace(cache=own, state_indices=None, pages=None))
     if own.groups:
         place = (number // GROUP - 1) % own.groups
         row = pages.gather(1, place[:, None] // held.groups)[:, 0]
         row = row * ((number > 0) & (number % GROUP == 0))  # where no group is complete, row 0, which holds no sequence
-        rows = torch.arange(len(slots), device=slots.device)
+        rows = torch.arange(len(state_indices), device=state_indices.device)
         for x, new in zip(held[:4], own[:4], strict=True):
             x[row, :, place % held.groups] = new[rows, :, place]
     for x, new in zip(held.tensors[4:], own.tensors[4:], strict=True):
-        x[slots] = new
+        x[state_indices] = new
     return found
 
 

@@ -68,7 +68,7 @@ class WindowStepCall(NamedTuple):
         softcap: as for `window_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D: it turns the first R channels of q
             and k before anything else: channel i < R/2 against channel i + R/2. Keys are kept turned.
-        slots: [B] int32, the row of keys, values, numbers and count that holds each sequence; otherwise as for
+        state_indices: [B] int32, the row of keys, values, numbers and count that holds each sequence; otherwise as for
             `gated_delta_step_`.
 
     Returns:
@@ -93,7 +93,7 @@ class WindowStepCall(NamedTuple):
     softcap: float | None = None
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
+    state_indices: torch.Tensor | None = None
 
     @property
     def factor(self) -> float:
@@ -104,37 +104,37 @@ class WindowStepCall(NamedTuple):
 class WindowMixtureCall(NamedTuple):
     """The output of `window_attention` mixed with that of a state, behind the state's norm and gate.
 
-        f = rmsnorm(far) * norm_weight * silu(z);  o = share f + (1 - share) near
+        f = rmsnorm(state_output) * norm_weight * silu(z);  o = share f + (1 - share) window_output
         share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
 
     where unseen = max(min(n, reach) - places - (n - 1) % edge, 0) for token number n, and share = 0 while unseen = 0.
     On CUDA this is one kernel. No gradients.
 
     Args:
-        near, lse: the results of `window_attention` or `window_step_` [B, T, H, D] and [B, T, H].
-        far: the state's output [B, T, H, D].
+        window_output, lse: the results of `window_attention` or `window_step_` [B, T, H, D] and [B, T, H].
+        state_output: the state's output [B, T, H, D].
         share_logit: [B, T, H].
         far_slope, near_slope: [H].
         places: number of tokens that the window sees with its sinks.
         reach: number of last tokens, a token's own included, that count towards `unseen`; >= 1, None for all.
         numbers: numbers of the tokens in their sequences, from 1, [B, T] or [1, T] integers, 0 for padding; 1 to T by
             default.
-        z: gate logits in the shape of far, or None for no gate.
+        z: gate logits in the shape of state_output, or None for no gate.
         norm_weight: [D] or [H, D], or None for no norm.
         eps: added to the mean square.
         edge: as for `window_attention`; `places` are those of a token that begins a group.
 
     Returns:
-        o [B, T, H, D] in the dtype of near.
+        o [B, T, H, D] in the dtype of window_output.
 
     Raises:
         ValueError: shapes, devices, places or a reach that do not fit, or gradients are required.
         TypeError: dtypes that do not fit.
     """
 
-    near: torch.Tensor
+    window_output: torch.Tensor
     lse: torch.Tensor
-    far: torch.Tensor
+    state_output: torch.Tensor
     share_logit: torch.Tensor
     far_slope: torch.Tensor
     near_slope: torch.Tensor

@@ -9,7 +9,7 @@ from deltanet_kernels.checks import (
     check_cu_seqlens,
     check_length,
     check_rotation,
-    check_slots,
+    check_state_indices,
     refuse_gradients,
     require_device,
     require_input,
@@ -46,14 +46,14 @@ def check_window_step(call: WindowStepCall) -> None:
             is not contiguous.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, keys, values, numbers, count, _, padding, softcap, cos, sin, slots = call
+    q, k, v, window, sinks, keys, values, numbers, count, _, padding, softcap, cos, sin, state_indices = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
     _check_softcap(softcap)
     (B, T, _, D), HK, S = q.shape, k.shape[2], window + sinks
     if T != 1:
         raise ValueError(f"q: got shape {shape_text(q)} with {T} tokens, needs one token")
-    rows = check_slots(slots, B, q.device, count)
+    rows = check_state_indices(state_indices, B, q.device, count)
     cache: tuple[tuple[str, torch.Tensor, tuple[int, ...], str, torch.dtype], ...] = (
         ("keys", keys, (rows, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
         ("values", values, (rows, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
@@ -66,7 +66,7 @@ def check_window_step(call: WindowStepCall) -> None:
         require_shape(name, x, shape, meaning)
         if x.dtype != dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype}")
-        check_changed(name, x, slots)
+        check_changed(name, x, state_indices)
     check_rotation(cos, sin, B, 1, D, q.device)
     if padding is not None:
         require_device("padding", require_tensor("padding", padding), "q", q.device)
@@ -82,23 +82,39 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
         ValueError: a shape, device, number of places or reach that does not fit.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, _, _ = call
-    require_input("near", near, "near", near)
-    if near.dim() != 4 or 0 in near.shape:
-        raise ValueError(f"near: got shape {shape_text(near)}, needs [B, T, H, D] without empty dimensions")
-    B, T, H, D = near.shape
+    (
+        window_output,
+        lse,
+        state_output,
+        share_logit,
+        far_slope,
+        near_slope,
+        places,
+        reach,
+        numbers,
+        z,
+        norm_weight,
+        _,
+        _,
+    ) = call
+    require_input("window_output", window_output, "window_output", window_output)
+    if window_output.dim() != 4 or 0 in window_output.shape:
+        raise ValueError(
+            f"window_output: got shape {shape_text(window_output)}, needs [B, T, H, D] without empty dimensions"
+        )
+    B, T, H, D = window_output.shape
     require_least("places", places, 1)
     if reach is not None:
         require_least("reach", reach, 1)
     parts: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
         ("lse", lse, (B, T, H), "[B, T, H]"),
-        ("far", far, (B, T, H, D), "the shape of near"),
+        ("state_output", state_output, (B, T, H, D), "the shape of window_output"),
         ("share_logit", share_logit, (B, T, H), "[B, T, H]"),
         ("far_slope", far_slope, (H,), "[H]"),
         ("near_slope", near_slope, (H,), "[H]"),
     )
     optional: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
-        ("z", z, (B, T, H, D), "the shape of near"),
+        ("z", z, (B, T, H, D), "the shape of window_output"),
         (
             "norm_weight",
             norm_weight,
@@ -107,13 +123,13 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
         ),
     )
     for name, x, shape, meaning in (*parts, *(part for part in optional if part[1] is not None)):
-        require_shape(name, require_input(name, x, "near", near), shape, meaning)
+        require_shape(name, require_input(name, x, "window_output", window_output), shape, meaning)
     if numbers is not None:
-        require_device("numbers", require_tensor("numbers", numbers), "near", near.device)
+        require_device("numbers", require_tensor("numbers", numbers), "window_output", window_output.device)
         if numbers.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"numbers: got dtype {numbers.dtype}, needs int32 or int64")
         require_shape("numbers", numbers, (B if numbers.shape[:1] == (B,) else 1, T), "[B, T] or [1, T]")
-    tensors = (near, lse, far, share_logit, far_slope, near_slope, z, norm_weight)
+    tensors = (window_output, lse, state_output, share_logit, far_slope, near_slope, z, norm_weight)
     refuse_gradients("window_mixture", "operations of PyTorch", *tensors)
 
 

@@ -12,18 +12,32 @@ from deltanet_kernels.window.calls import WindowKeepCall, WindowMixtureCall
 
 def torch_window_mixture(call: WindowMixtureCall) -> torch.Tensor:
     """`deltanet_kernels.window_mixture` in PyTorch, with every result between two operations rounded to its dtype."""
-    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps, edge = call
+    (
+        window_output,
+        lse,
+        state_output,
+        share_logit,
+        far_slope,
+        near_slope,
+        places,
+        reach,
+        numbers,
+        z,
+        norm_weight,
+        eps,
+        edge,
+    ) = call
     if norm_weight is not None:
-        far = torch_gated_rms_norm(GatedNormCall(far, z, norm_weight, eps))
+        state_output = torch_gated_rms_norm(GatedNormCall(state_output, z, norm_weight, eps))
     elif z is not None:
-        far = far * F.silu(z)
+        state_output = state_output * F.silu(z)
     if numbers is None:
-        numbers = torch.arange(1, near.shape[1] + 1, device=near.device)[None]
+        numbers = torch.arange(1, window_output.shape[1] + 1, device=window_output.device)[None]
     seen = numbers if reach is None else numbers.clamp_max(reach)
     unseen = (seen - places - (numbers - 1) % edge).clamp_min(0)
     slopes = far_slope.float() * unseen.clamp_min(1).float().log().unsqueeze(-1) - near_slope.float() * lse
     share = ((share_logit.float() + slopes).sigmoid() * (unseen > 0).unsqueeze(-1)).unsqueeze(-1)
-    return near + share.to(near.dtype) * (far.to(near.dtype) - near)
+    return window_output + share.to(window_output.dtype) * (state_output.to(window_output.dtype) - window_output)
 
 
 def torch_window_keep(call: WindowKeepCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,14 +6,14 @@ On a CPU the number of its operations decides how long a step takes.
 import torch
 
 from deltanet_kernels.common.rotation import rotate
-from deltanet_kernels.common.slots import on_copies
+from deltanet_kernels.common.state_indices import on_copies
 from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.cpu import attention
 
 
 def torch_window_step_(call: WindowStepCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
-    if call.slots is not None:
+    if call.state_indices is not None:
         return on_copies(torch_window_step_, call, ("keys", "values", "numbers", "count"))
     q, k, v, window, sinks, keys, values, numbers, count, *_ = call
     if call.cos is not None and call.sin is not None:

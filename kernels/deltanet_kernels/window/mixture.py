@@ -1,9 +1,9 @@
 """The output of a window mixed with that of a state, behind the state's norm and gate, in one kernel.
 
-f     = far / rms(far) * norm_weight * silu(z)                                 norm and gate optional
+f     = state_output / rms(state_output) * norm_weight * silu(z)               norm and gate optional
 share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)          0 where unseen = 0
 unseen = max(min(n, reach) - places - (n - 1) % edge, 0)                       for token number n, from 1
-y     = near + share (f - near)
+y     = window_output + share (f - window_output)
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -26,9 +26,10 @@ ALL = 2**30  # a reach beyond every token number
 
 @triton.jit(do_not_specialize=["tokens", "period"])
 def mixture_kernel(
-    near, lse, far, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, period, eps,
+    window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, period,
+    eps,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, REACH: tl.constexpr,
-    WEIGHTS: tl.constexpr, NUMBERS: tl.constexpr, GATE: tl.constexpr, FAR_ROW: tl.constexpr, S_ROW: tl.constexpr,
+    WEIGHTS: tl.constexpr, NUMBERS: tl.constexpr, GATE: tl.constexpr, STATE_ROW: tl.constexpr, S_ROW: tl.constexpr,
     Z_ROW: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One program per ROWS heads of the tokens; numbers (T of them: 1 to T) repeat after `period` tokens."""
@@ -39,7 +40,7 @@ def mixture_kernel(
     m = m_r[:, None] & (d < D)[None, :]
     at = r[:, None] * D + d[None, :]
     own = head[:, None] * D + d[None, :]
-    f_RD = tl.load(far + token[:, None] * FAR_ROW + own, mask=m, other=0.0).to(tl.float32)
+    f_RD = tl.load(state_output + token[:, None] * STATE_ROW + own, mask=m, other=0.0).to(tl.float32)
     if WEIGHTS > 0:
         w_RD = tl.load(norm_weight + (head % WEIGHTS)[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
         f_RD = f_RD * tl.rsqrt(tl.sum(f_RD * f_RD, axis=1) / D + eps)[:, None] * w_RD
@@ -56,32 +57,34 @@ def mixture_kernel(
     )
     logit -= tl.load(near_slope + head, mask=m_r, other=0.0).to(tl.float32) * tl.load(lse + r, mask=m_r, other=0.0)
     share = tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
-    n_RD = tl.load(near + at, mask=m, other=0.0).to(tl.float32)
+    n_RD = tl.load(window_output + at, mask=m, other=0.0).to(tl.float32)
     tl.store(y + at, (n_RD + share[:, None] * (f_RD - n_RD)).to(y.dtype.element_ty), mask=m)
 
 
 def _fake_window_mixture(call: WindowMixtureCall):
-    return call.near.new_empty(call.near.shape)
+    return call.window_output.new_empty(call.window_output.shape)
 
 
 @operator(_fake_window_mixture)
 def window_mixture_op(call: WindowMixtureCall) -> torch.Tensor:
     """y [B, T, H, D]."""
-    B, T, H, D = call.near.shape
-    y = call.near.new_empty(call.near.shape)
-    (far, far_row), (share_logit, s_row) = rows(call.far), rows(call.share_logit)
+    B, T, H, D = call.window_output.shape
+    y = call.window_output.new_empty(call.window_output.shape)
+    (state_output, state_row), (share_logit, s_row) = rows(call.state_output), rows(call.share_logit)
     z, z_row = (None, 0) if call.z is None else rows(call.z)
     BD = power_of_two(D, 1)
     ROWS = max(1, TILE // BD)
-    near, lse, far_slope, near_slope = (x.contiguous() for x in (call.near, call.lse, call.far_slope, call.near_slope))
+    window_output, lse, far_slope, near_slope = (
+        x.contiguous() for x in (call.window_output, call.lse, call.far_slope, call.near_slope)
+    )
     numbers, norm_weight = (None if x is None else x.contiguous() for x in (call.numbers, call.norm_weight))
     launch(
         mixture_kernel, cdiv(B * T * H, ROWS),
-        near, lse, far, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, B * T,
+        window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, B * T,
         T if numbers is None else numbers.numel(), call.eps,
         H=H, D=D, BD=BD, ROWS=ROWS, PLACES=call.places, REACH=ALL if call.reach is None else call.reach,
         WEIGHTS=0 if norm_weight is None else norm_weight.numel() // D, NUMBERS=numbers is not None,
-        GATE=z is not None, FAR_ROW=far_row, S_ROW=s_row, Z_ROW=z_row, EDGE=call.edge, num_warps=4,
+        GATE=z is not None, STATE_ROW=state_row, S_ROW=s_row, Z_ROW=z_row, EDGE=call.edge, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -92,6 +95,6 @@ def window_mixture_triton(call: WindowMixtureCall) -> torch.Tensor:
     Raises:
         NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
     """
-    D = call.near.shape[3]
-    check_supported(call.near.dtype, D, D)
+    D = call.window_output.shape[3]
+    check_supported(call.window_output.dtype, D, D)
     return window_mixture_op(call)

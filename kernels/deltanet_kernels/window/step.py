@@ -26,7 +26,7 @@ from deltanet_kernels.common.online_softmax import HIDDEN, LOG2E, LOGE2, add_til
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
-from deltanet_kernels.common.slots import row_size
+from deltanet_kernels.common.state_indices import row_size
 from deltanet_kernels.common.token_step import COUNT_BITS, MAX_PROGRAMS, take_ticket, turned
 from deltanet_kernels.flash_decoding.config import decode_config
 from deltanet_kernels.window.calls import WindowStepCall
@@ -35,7 +35,7 @@ from deltanet_kernels.window.softcap import cap_score
 
 @triton.jit
 def step_kernel(
-    q, k, v, keys, values, numbers, count, padding, cos, sin, o, lse, slots, scale,
+    q, k, v, keys, values, numbers, count, padding, cos, sin, o, lse, state_indices, scale,
     HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PADDING: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr,
     ROPE_ROWS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, KEYS_ROW: tl.constexpr,
@@ -49,13 +49,13 @@ def step_kernel(
     live = 1
     if PADDING:
         live = 1 - tl.load(padding + b).to(tl.int32)
-    if slots is not None:  # row b of the cache is that of the slot; what sequences share is left alone
-        slot = tl.load(slots + b).to(tl.int64)
-        live *= (slot > 0).to(tl.int32)
-        keys += slot * KEYS_ROW - b * (HK * PLACES * D)
-        values += slot * VALUES_ROW - b * (HK * PLACES * D)
-        numbers += slot * NUMBERS_ROW - b * PLACES
-        count += slot * COUNT_ROW - b
+    if state_indices is not None:  # row b of the cache is that of the index; what sequences share is left alone
+        state_index = tl.load(state_indices + b).to(tl.int64)
+        live *= (state_index > 0).to(tl.int32)
+        keys += state_index * KEYS_ROW - b * (HK * PLACES * D)
+        values += state_index * VALUES_ROW - b * (HK * PLACES * D)
+        numbers += state_index * NUMBERS_ROW - b * PLACES
+        count += state_index * COUNT_ROW - b
     n = take_ticket(count, b, live, HK, COUNT_BITS)
     g, d = tl.arange(0, BM), tl.arange(0, BD)
     m_g, m_d = g < GROUP, d < D
@@ -112,7 +112,7 @@ def window_step_op_(call: WindowStepCall) -> tuple[torch.Tensor, torch.Tensor]:
     padding, cos, sin = (None if x is None else x.contiguous() for x in (call.padding, call.cos, call.sin))
     launch(
         step_kernel, B * HK,
-        q, k, v, *cache, padding, cos, sin, o, lse, call.slots, call.factor,
+        q, k, v, *cache, padding, cos, sin, o, lse, call.state_indices, call.factor,
         HK=HK, GROUP=HQ // HK, D=D, WINDOW=call.window, SINKS=call.sinks, BM=power_of_two(HQ // HK), BN=config.N,
         BD=config.D, PADDING=padding is not None, CAP=call.softcap, R=0 if cos is None else cos.shape[2],
         ROPE_ROWS=cos is not None and cos.shape[0] > 1, Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, KEYS_ROW=row_size(keys),

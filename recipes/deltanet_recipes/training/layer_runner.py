@@ -1,7 +1,7 @@
 """Runs a causal language model's decoder layer by layer, for every supported family.
 
 `LayerwiseDecoder` embeds the tokens and collects the arguments of each layer; the layers are then called from here.
-That gives access to every hidden state without hooks, keeps host synchronisation out of recorded CUDA graphs, and lets
+That gives access to every hidden state without hooks, keeps host synchronisation out of captured CUDA graphs, and lets
 a model run with only one layer at a time on the GPU.
 
 Shapes: R rows, L tokens per row, D hidden size.

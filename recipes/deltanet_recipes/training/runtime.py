@@ -151,7 +151,7 @@ class Runtime:
     def peak_memory(self) -> float:
         """Peak memory of this process in GiB: on the GPU what is allocated, or resident on a CPU.
 
-        A recorded CUDA graph keeps memory for its intermediate results, which counts although torch lists it as free.
+        A captured CUDA graph keeps memory for its intermediate results, which counts although torch lists it as free.
         """
         if self.device.type == "cuda":
             segments = torch.cuda.memory_snapshot()

@@ -12,7 +12,7 @@ plan with states.
 Before its first row, each model and mode decodes greedily beside complete forward passes. A row has
 
 - prefill_tokens_per_s, of all sequences together: the median of `repeats` runs after one that loads the kernels, as
-  `graph` reads prompts (short ones are recorded). It is measured once per model and point, and belongs to the rows of
+  `graph` reads prompts (short ones are captured). It is measured once per model and point, and belongs to the rows of
   all modes;
 - decode_ms, per step of the whole batch: the median of 3 runs of 64 steps (of 16 by separate launches) after one that
   is not timed, all of them on one cache, which they lengthen;

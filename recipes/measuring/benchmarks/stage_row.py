@@ -12,7 +12,7 @@ from deltanet_recipes.training.plan_view import PLAN
 
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense products in bfloat16, operations per second of one GPU (NVIDIA's data sheets), by a part of its name."""
-WARM_UP = 2  # rows of the log in which layers are compiled, graphs recorded and kernels chosen
+WARM_UP = 2  # rows of the log in which layers are compiled, graphs captured and kernels chosen
 
 
 def stage_figures(run: Path, stage: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.packed_reach import held_bytes
+from deltanet_hf.mixers.cache.quantised_cache_spec import held_bytes
 from deltanet_kernels.packed_cache.layout import SINKS
 from measuring.eviction.attention import EVICTED, Reach, evicting_attention
 

@@ -1,6 +1,6 @@
 """Times attention of one query per sequence to a long cache: `python -m measuring.kernels decode_attention`.
 
-The cache has an eighth more places than tokens, as that of a recorded decoding step. Peers: SDPA with the mask of the
+The cache has an eighth more places than tokens, as that of a captured decoding step. Peers: SDPA with the mask of the
 places, its query heads grouped so that it reads keys and values once, and SDPA without a mask over the tokens alone,
 which PyTorch computes by FlashAttention. Each is first compared with float64.
 """

@@ -105,8 +105,7 @@ def conversion_facts(folder: Path) -> dict[str, Any]:
     if "options" not in report:
         return {}
     options = {
-        key: report["options"].get(key)
-        for key in ("mixer", "profile", "training", "set", "fit_memory", "keep", "seed")
+        key: report["options"].get(key) for key in ("mixer", "profile", "training", "set", "fit_memory", "keep", "seed")
     }
     start = {key: report["held_out"][key] for key in ("perplexity", "kl")}
     start["relative_mse"] = float(np.mean([layer["relative_mse"] for layer in report["layers"]]))

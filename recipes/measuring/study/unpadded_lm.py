@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.decoding.fixed_cache import NotRecordable
 from deltanet_hf.decoding.graphed_step import graphed_step
+from deltanet_hf.decoding.static_cache import NotCapturable
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Step, read
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 
@@ -52,6 +52,6 @@ def _step(model: PreTrainedModel, cache: DynamicCache, tokens: int) -> Step:
     """The step of a model on a cache, for so many tokens; recorded, if it can be."""
     try:
         logits = graphed_step(model, cache, tokens)
-    except NotRecordable:
+    except NotCapturable:
         return EAGER.step(model, cache)
     return lambda token: logits(token).argmax(-1)

@@ -1,4 +1,4 @@
-"""The tensors of a cache at addresses that stay, while a recorded step reads and writes them.
+"""The tensors of a cache at addresses that stay, while a captured step reads and writes them.
 
 The layers of a cache come in here for the length of one `generate` call, each into the room that its class makes
 (`CacheLayer.room`).
@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from deltanet_hf.mixers.cache.fixed_key_values import Places
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.cache.protocol import CacheLayer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.static_key_values import Places
 from deltanet_hf.mixers.layer.masks import sliding_window
 
 SPARE = 256  # places beyond the tokens of a cache, at least; otherwise an eighth of the tokens
@@ -26,31 +26,31 @@ ALIGNMENT = 64  # of the number of places
 MASKED = ("full_attention", "sliding_attention", "linear_attention")  # kinds of layers whose masks are known here
 
 
-class NotRecordable(Exception):
-    """Why a step cannot be recorded, in words that follow a colon."""
+class NotCapturable(Exception):
+    """Why a step cannot be captured, in words that follow a colon."""
 
 
 def layout(cache: Cache, config: PreTrainedConfig) -> tuple[Any, ...]:
     """Shapes and dtypes of a cache that holds tokens, but for their number.
 
     Raises:
-        NotRecordable: it has layers whose tensors cannot stay where they are.
+        NotCapturable: it has layers whose tensors cannot stay where they are.
     """
     if cache.offloading:
-        raise NotRecordable("the cache is offloaded")
+        raise NotCapturable("the cache is offloaded")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in MASKED:
-            raise NotRecordable(f"layers of the kind {kind} have masks of their own")
+            raise NotCapturable(f"layers of the kind {kind} have masks of their own")
     return tuple(_layer_layout(layer, index, config) for index, layer in enumerate(map(as_cache_layer, cache.layers)))
 
 
 def _layer_layout(layer: CacheLayer, index: int, config: PreTrainedConfig) -> tuple[Any, ...]:
     if layer.unmovable is not None:
-        raise NotRecordable(f"layer {index} of the cache is a {layer.unmovable}")
+        raise NotCapturable(f"layer {index} of the cache is a {layer.unmovable}")
     if layer.batch_size < 0:
-        raise NotRecordable(f"layer {index} of the cache is empty")
+        raise NotCapturable(f"layer {index} of the cache is empty")
     if not layer.fits_window(sliding_window(config, index)):
-        raise NotRecordable(f"layer {index} of the cache has another window than the model")
+        raise NotCapturable(f"layer {index} of the cache has another window than the model")
     return (layer.batch_size, *layer.shapes(0).items())
 
 
@@ -60,7 +60,7 @@ def capacity_for(tokens: int, longest: int) -> int:
     return -(-wanted // ALIGNMENT) * ALIGNMENT
 
 
-class FixedCache:
+class StaticCacheBuffers:
     """Room for the tensors of caches with one layout; `load` brings a cache in, `unload` gives it back.
 
     Args:

@@ -1,4 +1,4 @@
-"""The decoding step of a model at one batch size, and its recording."""
+"""The decoding step of a model at one batch size, and its graph."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from deltanet_hf.decoding.fixed_cache import FixedCache
-from deltanet_hf.decoding.recorders import RECORDERS, Recording
+from deltanet_hf.decoding.capture import CAPTURES, CapturedGraph
+from deltanet_hf.decoding.static_cache import StaticCacheBuffers
 from deltanet_hf.mixers.attention.single_query import SINGLE_QUERY, attending_by
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.masks import NO_PADDING
 
 
-class RecordedStep:
+class CapturedStep:
     """One step, with fixed addresses for everything that it reads and writes.
 
     Args:
         model: the model; it is not kept.
         cache: of the batch, for its shapes.
         inputs: of the model's forward: `input_ids` [B, 1] and `position_ids`.
-        capacity: see `FixedCache`.
-        key: of everything that the recording depends on beside the number of tokens.
+        capacity: see `StaticCacheBuffers`.
+        key: of everything that the graph depends on beside the number of tokens.
         forward: the model's fast form, or another function of the model and the inputs of its forward.
     """
 
@@ -42,12 +42,12 @@ class RecordedStep:
         self._ids, self._positions = (torch.empty_like(inputs[name]) for name in ("input_ids", "position_ids"))
         eager = model.config._attn_implementation == "eager"
         dtype = model.get_input_embeddings().weight.dtype if eager else torch.bool
-        self.fixed = FixedCache(cache, model.config, capacity, dtype)
-        self._recording: Recording | None = None
+        self.buffers = StaticCacheBuffers(cache, model.config, capacity, dtype)
+        self._graph: CapturedGraph | None = None
 
     @property
-    def is_recorded(self) -> bool:
-        return self._recording is not None
+    def is_captured(self) -> bool:
+        return self._graph is not None
 
     def set_inputs(self, inputs: dict[str, Any]) -> None:
         self._ids.copy_(inputs["input_ids"])
@@ -55,13 +55,13 @@ class RecordedStep:
 
     def run(self, model: Any, cache: Cache) -> Tensor:
         """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
-        self.fixed.enter()
+        self.buffers.enter()
         with attending_by(model.config, SINGLE_QUERY):
             logits: Tensor = self._forward(
                 model,
                 input_ids=self._ids,
                 position_ids=self._positions,
-                attention_mask=self.fixed.mask,
+                attention_mask=self.buffers.mask,
                 padding=NO_PADDING,  # generated tokens are none
                 use_cache=True,
                 return_dict=True,
@@ -69,13 +69,13 @@ class RecordedStep:
             ).logits
         return logits
 
-    def record(self, model: Any, cache: Cache) -> None:
-        """Record `run` without changing the cache."""
+    def capture(self, model: Any, cache: Cache) -> None:
+        """Capture `run` without changing the cache."""
         device = self._ids.device
-        self._recording = RECORDERS[device.type](lambda: self.run(model, cache), device)
+        self._graph = CAPTURES[device.type](lambda: self.run(model, cache), device)
 
     def replay(self) -> Tensor:
         """As `run`; the next call overwrites the result."""
-        assert self._recording is not None
-        self._recording.replay()
-        return self._recording.output
+        assert self._graph is not None
+        self._graph.replay()
+        return self._graph.output

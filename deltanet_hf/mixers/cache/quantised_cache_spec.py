@@ -52,7 +52,7 @@ def key_ranges(k: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PackedReach:
+class QuantisedCacheSpec:
     """The part of a sequence that a cache keeps, and the part of that which a query sees.
 
     Attributes:
@@ -76,7 +76,7 @@ class PackedReach:
     @classmethod
     def of(
         cls, bits: int, window: int | None, sinks: int, family_window: int | None, key_order: Tensor | None = None
-    ) -> PackedReach:
+    ) -> QuantisedCacheSpec:
         """A window within the family's own; other bits than 4 have no key order.
 
         Raises:
@@ -127,12 +127,12 @@ def held_bytes(
     sinks: int,
     family_window: int | None = None,
 ) -> int:
-    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `PackedReach`.
+    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `QuantisedCacheSpec`.
 
     Tensors of 16 bits are counted without the numbers of their tokens.
     """
     if bits < 16:
-        shapes = PackedReach.of(bits, window, sinks, family_window).shapes(heads, size, tokens)
+        shapes = QuantisedCacheSpec.of(bits, window, sinks, family_window).shapes(heads, size, tokens)
         return sum(shape.nbytes for shape in shapes.values())
     seen = tokens if window is None else min(tokens, window + sinks)
     return 2 * heads * size * dtype.itemsize * (seen if family_window is None else min(seen, family_window))

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
-from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED, PackedReach
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED, QuantisedCacheSpec
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_, round_tokens
@@ -36,11 +36,11 @@ from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, 
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 
-class PackedTokens:
+class QuantisedKVCache:
     """Stands for the cache in one call of the family's attention, which then calls `attend`.
 
     Args:
-        kept: what is kept.
+        spec: what is kept.
         state: the tensors before the call; empty before the first token.
         padding: [B, T] bool, True at padding; None for none.
         seen: tokens before the call, padding included; 0 for a cache whose number of groups is fixed.
@@ -48,8 +48,8 @@ class PackedTokens:
         in_place: whether a single token may be put into the tensors of `state`.
         lengths: of the sequences packed into the one row of the call, which begin in it; None for one per row.
         cu_seqlens: their boundaries.
-        slots, pages: with `in_place`, the rows [B] and [B, M] int32 of the tensors of `state` that hold the sequences,
-            as for `packed_step_`.
+        state_indices, pages: with `in_place`, the rows [B] and [B, M] int32 of the tensors of `state` that hold the
+            sequences, as for `packed_step_`.
         prompt_length: [1] int64, the tokens of a prompt that are kept, see `pack_prompt`; all by default.
 
     `state` is that after the call, once `attend` has been called.
@@ -57,21 +57,22 @@ class PackedTokens:
 
     def __init__(
         self,
-        kept: PackedReach,
+        spec: QuantisedCacheSpec,
         state: State,
         padding: Tensor | None,
         seen: int = 0,
         keep_state: bool = True,
         in_place: bool = False,
         lengths: Sequence[int] | None = None,
-        slots: Tensor | None = None,
+        state_indices: Tensor | None = None,
         pages: Tensor | None = None,
         prompt_length: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        self.kept, self.state, self._padding, self._seen = kept, state, padding, seen
+        self.spec, self.state, self._padding, self._seen = spec, state, padding, seen
         self._keep_state, self._in_place, self._lengths = keep_state, in_place, lengths
-        self._slots, self._pages, self._prompt_length, self._cu_seqlens = slots, pages, prompt_length, cu_seqlens
+        self._state_indices, self._pages = state_indices, pages
+        self._prompt_length, self._cu_seqlens = prompt_length, cu_seqlens
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of the call alone; `attend` puts them into the state."""
@@ -85,14 +86,14 @@ class PackedTokens:
             ValueError: gradients of another call than a prompt.
             UserError: bits without a packed form, where one is needed.
         """
-        kept, length = self.kept, q.shape[1]
+        spec, length = self.spec, q.shape[1]
         whole = self._padding is None and not self.state and self._lengths is None
-        if kept.bits not in PACKED_BITS and (self._keep_state or not whole):
+        if spec.bits not in PACKED_BITS and (self._keep_state or not whole):
             raise UserError(
-                f"cache bits: {kept.bits} bits are computed for whole sequences without a cache, to measure them, and "
+                f"cache bits: {spec.bits} bits are computed for whole sequences without a cache, to measure them, and "
                 f"have no packed form; use {' or '.join(map(str, PACKED_BITS))}"
             )
-        if whole and (kept.family_window is None or kept.sinks == 0 or length <= kept.family_window):
+        if whole and (spec.family_window is None or spec.sinks == 0 or length <= spec.family_window):
             return self._prompt(q, k, v, scale, softcap)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
@@ -104,8 +105,8 @@ class PackedTokens:
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
         old = self.cache_before(k)
         longest, cu_seqlens = (length, None) if self._lengths is None else (max(self._lengths), self._cu_seqlens)
-        groups, reach = kept.groups(self._seen + longest), (kept.window, kept.sinks, kept.family_window)
-        call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest, kept.edge)
+        groups, reach = spec.groups(self._seen + longest), (spec.window, spec.sinks, spec.family_window)
+        call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest, spec.edge)
         if self._padding is None:
             o, lse, cache = packed_part.unchecked(call)
         else:
@@ -119,28 +120,28 @@ class PackedTokens:
         return self._cache(self.state) if self.state else self._empty(k)
 
     def _cache(self, state: State) -> PackedKeyValues:
-        return PackedKeyValues(*(state[name] for name in NAMES), self.kept.key_order)  # type: ignore[call-arg]
+        return PackedKeyValues(*(state[name] for name in NAMES), self.spec.key_order)  # type: ignore[call-arg]
 
     def _empty(self, k: Tensor) -> PackedKeyValues:
         """The cache before the first token, for keys as in k [B, T, HK, D]."""
         batch = len(k) if self._lengths is None else len(self._lengths)
         heads, size = k.shape[2:]
-        shapes = self.kept.shapes(heads, size, 0)
+        shapes = self.spec.shapes(heads, size, 0)
         return self._cache({name: k.new_zeros(batch, *one.shape, dtype=one.dtype) for name, one in shapes.items()})
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """`attend` of whole sequences without padding."""
-        kept, length = self.kept, q.shape[1]
+        spec, length = self.spec, q.shape[1]
         packed = None
         if self._keep_state:
             k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-            groups = kept.groups(length)
-            call = PackPromptCall(k.detach(), v.detach(), kept.bits, groups, self._prompt_length, kept.key_order)
+            groups = spec.groups(length)
+            call = PackPromptCall(k.detach(), v.detach(), spec.bits, groups, self._prompt_length, spec.key_order)
             cache, *packed = pack_prompt.unchecked(call)
             self.state = dict(zip(NAMES, cache.tensors, strict=True))
-        window = length if kept.window is None else kept.window
-        rest = kept.bits, softcap, packed, kept.key_order, kept.edge
-        return quantised_attention(q, k, v, window, kept.sinks, scale, *rest)
+        window = length if spec.window is None else spec.window
+        rest = spec.bits, softcap, packed, spec.key_order, spec.edge
+        return quantised_attention(q, k, v, window, spec.sinks, scale, *rest)
 
     def step(
         self,
@@ -156,15 +157,15 @@ class PackedTokens:
 
         With cos and sin [B or 1, 1, R], q and k are rotated first.
         """
-        kept, state = self.kept, self.state
+        spec, state = self.spec, self.state
         if not self._in_place:
             state = {name: tensor.clone() for name, tensor in state.items()}
-        _widen(state, kept.groups(self._seen + 1))
+        _widen(state, spec.groups(self._seen + 1))
         cache = self._cache(state)
         self.state = state
-        reach = kept.window, kept.sinks, kept.family_window
-        places = self._slots, self._pages
-        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, kept.edge)
+        reach = spec.window, spec.sinks, spec.family_window
+        places = self._state_indices, self._pages
+        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge)
         return packed_step_.unchecked(call)
 
 

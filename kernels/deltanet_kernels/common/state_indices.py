@@ -11,12 +11,12 @@ Results = TypeVar("Results")
 
 
 def on_copies(step: Callable[[Any], Results], call: Any, names: tuple[str, ...]) -> Results:
-    """`step` of a call with `slots`, on copies of the rows of its tensors `names`, which are then put back."""
-    slots = call.slots.long()
-    copies = {name: x[slots] for name in names if (x := getattr(call, name)) is not None}
-    results = step(call._replace(slots=None, **copies))
+    """`step` of a call with `state_indices`, on copies of the rows of its tensors `names`, which are then put back."""
+    state_indices = call.state_indices.long()
+    copies = {name: x[state_indices] for name in names if (x := getattr(call, name)) is not None}
+    results = step(call._replace(state_indices=None, **copies))
     for name, x in copies.items():
-        getattr(call, name)[slots] = x
+        getattr(call, name)[state_indices] = x
     return results
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of softmax layers in a fixed number of places, as a recorded step needs them.
+"""Keys and values of softmax layers in a fixed number of places, as a captured step needs them.
 
 Token number n of a row, counted from 0 with padding, stands in the place n modulo the number of places. Layers that see
 all tokens have more places than there are tokens; those with a sliding window have as many as the window sees, and the
@@ -57,7 +57,7 @@ class Places:
         self.mask.index_fill_(3, self.now, self._seen)
 
 
-class FixedKeyValues(CacheLayer, CacheLayerMixin):
+class StaticKeyValues(CacheLayer, CacheLayerMixin):
     """Stands in a cache for a growing or sliding key/value layer: `keys` [B, H, S, D] and `values` at fixed addresses.
 
     It gets its memory with the first tokens, so that a cache that moves in needs that of one layer twice, not of all.
@@ -131,7 +131,7 @@ class FixedKeyValues(CacheLayer, CacheLayerMixin):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        return self._seen  # at `load`: the count goes on in `FixedCache`
+        return self._seen  # at `load`: the count goes on in `StaticCacheBuffers`
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.places.size, 0

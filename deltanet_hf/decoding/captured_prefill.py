@@ -1,8 +1,8 @@
 """Prompts by CUDA graph.
 
-A short prompt is padded behind its end to one of a few lengths, for each of which the prefill is recorded once. No
+A short prompt is padded behind its end to one of a few lengths, for each of which the prefill is captured once. No
 token sees what follows it; what a prompt leaves (states, the ends of windows and convolutions, logits) is taken at its
-own length, which the recording reads on the device. Parts of fixed lengths would need no length there, but what is left
+own length, which the graph reads on the device. Parts of fixed lengths would need no length there, but what is left
 of the prompt would take as many launches as all of it.
 """
 
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from deltanet_hf.decoding.recorders import RECORDERS, Recording
+from deltanet_hf.decoding.capture import CAPTURES, CapturedGraph
 from deltanet_hf.fast import FastDecoder
 from deltanet_hf.mixers.attention.single_query import UNMASKED, attending_by
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
 
-class RecordedPrompt:
-    """The recorded prefill of so many sequences and tokens, with fixed addresses for everything that it uses.
+class CapturedPrefill:
+    """The captured prefill of so many sequences and tokens, with fixed addresses for everything that it uses.
 
     It runs once before that, which compiles and loads its kernels.
 
@@ -31,7 +31,7 @@ class RecordedPrompt:
         model: the model; it is not kept.
         form: its fast form.
         rows, tokens: of the prompt with its padding.
-        memory: of another recorded prompt, see `Recording`.
+        memory: of another captured prompt, see `CapturedGraph`.
     """
 
     def __init__(self, model: Any, form: FastDecoder, rows: int, tokens: int, memory: Any) -> None:
@@ -40,8 +40,8 @@ class RecordedPrompt:
             self._ids = torch.zeros(rows, tokens, dtype=torch.long, device=device)
             self._length = torch.full((1,), tokens, dtype=torch.long, device=device)
         self._run(model, form)
-        self._recording: Recording = RECORDERS[device.type](lambda: self._run(model, form), device, memory)
-        self.memory = self._recording.memory
+        self._graph: CapturedGraph = CAPTURES[device.type](lambda: self._run(model, form), device, memory)
+        self.memory = self._graph.memory
 
     def _run(self, model: Any, form: FastDecoder) -> Tensor:
         self._cache = DynamicCache(config=model.config)
@@ -64,9 +64,9 @@ class RecordedPrompt:
         """
         self._ids[:, : ids.shape[1]].copy_(ids)  # what follows are tokens of earlier prompts
         self._length.fill_(ids.shape[1])
-        self._recording.replay()
+        self._graph.replay()
         cache.layers[:] = _layers_after(self._cache, ids.shape[1])
-        return self._recording.output.clone()
+        return self._graph.output.clone()
 
 
 class _Copies:
@@ -90,7 +90,7 @@ class _Copies:
 
 
 def _layers_after(cache: Cache, tokens: int) -> list[Any]:
-    """The layers of a cache that holds the first `tokens` tokens of a recorded one."""
+    """The layers of a cache that holds the first `tokens` tokens of a captured one."""
     copies = _Copies()
     layers = [as_cache_layer(layer).after(tokens, copies.of) for layer in cache.layers]
     copies.fill()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from deltanet_hf.decoding import serve
 from deltanet_hf.fast import FastDecoder, fast_form, form
 from deltanet_hf.fast.of_mixer import fast_mixer
-from deltanet_hf.fast.parts import JointProjection
+from deltanet_hf.fast.parts import MergedProjection
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -67,7 +67,7 @@ def decode(model: Any) -> torch.Tensor:
     return torch.cat(steps, dim=1)
 
 
-def is_joint(model: Any) -> bool:
+def is_merged(model: Any) -> bool:
     """Whether the weights of a layer's projections are in one block."""
     mixer = model.model.layers[0].self_attn
     return len({linear.weight.untyped_storage().data_ptr() for linear in (mixer.q_proj, mixer.k_proj)}) == 1
@@ -84,10 +84,10 @@ def test_a_layer_makes_one_product(name: str) -> None:
     with torch.no_grad():
         with Products() as apart:
             fast_mixer(mixer, False)(x, (cos, cos.sin()))
-        with Products() as joint:
+        with Products() as merged:
             fast_mixer(mixer, True)(x, (cos, cos.sin()))
-    assert apart.count - joint.count == projections - 1
-    assert is_joint(join(model))
+    assert apart.count - merged.count == projections - 1
+    assert is_merged(join(model))
     addresses = [parameter.data_ptr() for parameter in mixer.parameters()]
     torch.testing.assert_close(decode(model), wanted, rtol=1e-4, atol=1e-4)
     assert addresses == [parameter.data_ptr() for parameter in mixer.parameters()]
@@ -101,9 +101,9 @@ def test_softmax_layers_and_blocks_make_one_product_each() -> None:
     with torch.no_grad(), Products() as apart:
         wanted = model(TOKENS).logits
     found = FastDecoder(model, may_move=True)
-    with torch.no_grad(), Products() as joint:
+    with torch.no_grad(), Products() as merged:
         torch.testing.assert_close(found(model, TOKENS).logits, wanted, **ROUNDING)
-    assert apart.count - joint.count == 3 * 4
+    assert apart.count - merged.count == 3 * 4
 
 
 def test_a_model_that_may_be_trained_stays_in_place() -> None:
@@ -121,10 +121,10 @@ def test_a_model_that_may_be_trained_stays_in_place() -> None:
 def test_a_model_whose_training_is_over_is_joined() -> None:
     model = tiny_student("llama")
     model(TOKENS, labels=TOKENS).loss.backward()
-    assert not is_joint(join(model))
+    assert not is_merged(join(model))
     assert isinstance(fast_form(model), FastDecoder)
     model.zero_grad()
-    assert is_joint(join(model))
+    assert is_merged(join(model))
 
 
 def test_who_joins_and_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +136,9 @@ def test_who_joins_and_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
         for parameter in model.parameters():
             parameter.data = parameter.clone()
         decode(model)
-        assert not is_joint(model)
+        assert not is_merged(model)
         ask(model)
-        assert is_joint(model)
+        assert is_merged(model)
 
 
 def test_a_call_makes_one_product_and_no_copies() -> None:
@@ -148,9 +148,9 @@ def test_a_call_makes_one_product_and_no_copies() -> None:
     with torch.no_grad():
         wanted = [linear(x) for linear in linears]
         for may_move in (True, False):  # they are found where they have been moved
-            joint = JointProjection(linears, may_move)
+            merged = MergedProjection(linears, may_move)
             with Products() as counted:
-                found = joint(x)
+                found = merged(x)
             assert counted.count == 1
             torch.testing.assert_close(list(found), wanted, rtol=1e-6, atol=1e-6)
             assert len({y.untyped_storage().data_ptr() for y in found}) == 1
@@ -172,7 +172,7 @@ def test_what_cannot_be_moved_stays() -> None:
         linears = [nn.Linear(16, 4, bias=False) for _ in range(3)]
         spoil(linears[0])
         before = [linear.weight.data_ptr() for linear in linears]
-        assert JointProjection(linears, True).weight is None, name
+        assert MergedProjection(linears, True).weight is None, name
         assert before == [linear.weight.data_ptr() for linear in linears], name
 
 
@@ -193,13 +193,13 @@ def test_replaced_and_moved_weights_are_honoured() -> None:
         torch.testing.assert_close(decode(moved).float(), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("joint_before", [True, False])
-def test_adapters_are_honoured(joint_before: bool) -> None:
-    plain, joint = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
-    if joint_before:
-        join(joint)
+@pytest.mark.parametrize("merged_before", [True, False])
+def test_adapters_are_honoured(merged_before: bool) -> None:
+    plain, merged = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
+    if merged_before:
+        join(merged)
     found = []
-    for model in (plain, joint):
+    for model in (plain, merged):
         torch.manual_seed(0)
         config = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "g_proj"], init_lora_weights=False)
         adapted = get_peft_model(model, config).eval()
@@ -209,27 +209,27 @@ def test_adapters_are_honoured(joint_before: bool) -> None:
 
 
 def test_training_goes_on() -> None:
-    plain, joint = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
+    plain, merged = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
     with torch.inference_mode():
-        join(joint)
-    for model in (plain, joint):
+        join(merged)
+    for model in (plain, merged):
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
         for _ in range(2):
             model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
-    for one, other in zip(plain.parameters(), joint.parameters(), strict=True):
+    for one, other in zip(plain.parameters(), merged.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert is_joint(joint)
-    torch.testing.assert_close(decode(joint), decode(plain), rtol=1e-4, atol=1e-4)
+    assert is_merged(merged)
+    torch.testing.assert_close(decode(merged), decode(plain), rtol=1e-4, atol=1e-4)
 
 
 def test_files_and_memory_are_the_same(tmp_path: Path) -> None:
     model = tiny_student("llama", window=5, sinks=2)
     model.save_pretrained(tmp_path / "before")
     wanted = decode(join(model))
-    assert is_joint(model)
+    assert is_merged(model)
     model.save_pretrained(tmp_path / "after")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "after")]
     assert files[0] == files[1]
@@ -247,10 +247,10 @@ def one_process(tmp_path: Path) -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("joint_before", [True, False])
-def test_sharded_models(joint_before: bool, one_process: Any) -> None:
+@pytest.mark.parametrize("merged_before", [True, False])
+def test_sharded_models(merged_before: bool, one_process: Any) -> None:
     plain, sharded = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
-    if joint_before:
+    if merged_before:
         join(sharded)
     shard(sharded, one_process)
     torch.testing.assert_close(decode(sharded), decode(plain), **ROUNDING)

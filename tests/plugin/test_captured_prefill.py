@@ -1,4 +1,4 @@
-"""A prompt by its recording gives the logits and the cache of separate launches; on a CPU, by operations run again.
+"""A captured prompt gives the logits and the cache of separate launches; on a CPU, by operations run again.
 
 `support/replayed_step.py` stands for the CUDA graph. `test_graph_decoding_gpu.py` has the same with real graphs.
 """
@@ -20,7 +20,7 @@ from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.cache_tensors import cache_tensors
-from support.replayed_step import Recorder
+from support.replayed_step import EmulatedCapture
 from support.tiny_models import (
     mixed_mixture_table,
     mixed_table,
@@ -49,7 +49,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.fixture(autouse=True)
-def lengths(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def lengths(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "LENGTHS", (64, 96))
 
 
@@ -65,16 +65,16 @@ def inputs(model: PreTrainedModel, ids: Tensor, **changes: Any) -> dict[str, Any
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_as_by_separate_launches(name: str, recorder: Recorder) -> None:
-    """Around the lengths of recordings; without padding, the cache bit for bit."""
+def test_as_by_separate_launches(name: str, capture: EmulatedCapture) -> None:
+    """Around the captured lengths; without padding, the cache bit for bit."""
     model = MODELS[name]().double()
     for length in (96, 65, 64, 2, 32, 96):
-        plain, recorded = inputs(model, prompt(length)), inputs(model, prompt(length))
-        wanted, found = model(**plain).logits, read_prompt(model, recorded)
+        plain, captured = inputs(model, prompt(length)), inputs(model, prompt(length))
+        wanted, found = model(**plain).logits, read_prompt(model, captured)
         assert found is not None
         torch.testing.assert_close(found.logits, wanted, rtol=1e-4, atol=1e-4)
         exact = length in (64, 96)
-        caches = plain[CACHE], recorded[CACHE]
+        caches = plain[CACHE], captured[CACHE]
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == length
         for (label, one), (other_label, other) in zip(*map(cache_tensors, caches), strict=True):
             assert label == other_label
@@ -82,11 +82,11 @@ def test_as_by_separate_launches(name: str, recorder: Recorder) -> None:
             assert one.is_contiguous()
         goes_on = [model(prompt(3), past_key_values=cache).logits for cache in caches]
         torch.testing.assert_close(*goes_on, rtol=1e-3, atol=1e-3)
-    assert (recorder.recorded_prompts, recorder.replayed_prompts) == (2, 6)
+    assert (capture.captured_prefills, capture.replayed_prefills) == (2, 6)
 
 
 @torch.inference_mode()
-def test_a_cache_is_no_part_of_the_recording() -> None:
+def test_a_cache_is_no_part_of_the_graph() -> None:
     model = MODELS["heads of all kinds"]()
     calls = [inputs(model, prompt(length)) for length in (50, 40, 64)]
     for call in calls[:2]:
@@ -96,20 +96,20 @@ def test_a_cache_is_no_part_of_the_recording() -> None:
     assert all(map(torch.equal, before, (x for _, x in cache_tensors(calls[1][CACHE]))))
 
 
-def test_generate(recorder: Recorder) -> None:
+def test_generate(capture: EmulatedCapture) -> None:
     model = MODELS["states and windows"]()
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for length in (40, 50, 90):
         wanted = model.generate(prompt(length), disable_compile=True, **options)
         assert model.generate(prompt(length), **options).tolist() == wanted.tolist()
-    assert (recorder.recorded_prompts, recorder.replayed_prompts) == (2, 3)
+    assert (capture.captured_prefills, capture.replayed_prefills) == (2, 3)
     mask = torch.ones(2, 50, dtype=torch.long)
     mask[1, :4] = 0
     model.generate(prompt(50), attention_mask=mask, **options)  # padding
     model.generate(prompt(50), num_beams=2, **options)
-    assert (recorder.recorded_prompts, recorder.replayed_prompts) == (2, 3)
+    assert (capture.captured_prefills, capture.replayed_prefills) == (2, 3)
     model.generate(prompt(60), prefill_chunk_size=50, **options)  # its first part
-    assert (recorder.recorded_prompts, recorder.replayed_prompts) == (2, 4)
+    assert (capture.captured_prefills, capture.replayed_prefills) == (2, 4)
     cache = DynamicCache(config=model.config)
     said = model.generate(prompt(50, 1), past_key_values=cache, **options)
     longer = torch.cat([said, prompt(3, 1)], dim=1)
@@ -119,7 +119,7 @@ def test_generate(recorder: Recorder) -> None:
 
 
 @torch.inference_mode()
-def test_what_is_not_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_captured(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["states and windows"]()
     ids = prompt(50)
 
@@ -137,24 +137,24 @@ def test_what_is_not_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatc
     assert refused(position_ids=torch.arange(1, 51)[None])
     assert refused(attention_mask=torch.arange(50).expand(2, -1) > 3)
     assert refused(output_hidden_states=True)
-    assert refused(tiny_mixture("mistral", mixture_table()))  # its window is shorter than a recording
+    assert refused(tiny_mixture("mistral", mixture_table()))  # its window is shorter than the shortest captured length
     assert refused(tiny_student("llama", mixer="alibi"))
     assert refused(tiny_mixture("gemma2", mixture_table()))  # SDPA does not cap its scores
     assert refused(tiny_student("llama", mixer="mesa"))  # reads its residuals on CPUs
     with monkeypatch.context() as patch:
         patch.setattr(prompts, "MOST_PRODUCTS", 0)
         assert refused()
-    assert recorder.recorded_prompts == 0
+    assert capture.captured_prefills == 0
     assert not refused(position_ids=torch.arange(50)[None], attention_mask=torch.ones(2, 50))
 
 
 @torch.inference_mode()
-def test_which_recordings_are_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_graphs_are_kept(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "KEPT", 2)
     model = MODELS["window"]()
     for rows, length in ((1, 50), (2, 50), (1, 60), (3, 50), (1, 50), (2, 50)):
         read_prompt(model, inputs(model, prompt(length, rows)))
-    assert recorder.recorded_prompts == 4  # the last one for the second time
+    assert capture.captured_prefills == 4  # the last one for the second time
     before = read_prompt(model, inputs(model, prompt(50)))
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 0.5)
     after = read_prompt(model, inputs(model, prompt(50)))
@@ -163,7 +163,7 @@ def test_which_recordings_are_kept(recorder: Recorder, monkeypatch: pytest.Monke
     assert not torch.equal(before.logits, after.logits)
     forget_graphs(model)
     read_prompt(model, inputs(model, prompt(50)))
-    assert recorder.recorded_prompts == 6
+    assert capture.captured_prefills == 6
     gone = weakref.ref(model)
     del model
     gc.collect()
