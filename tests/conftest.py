@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 
 import pytest
 import torch
+from torch._dynamo import trace_rules
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,6 +25,8 @@ from triton.runtime import interpreter
 
 # Processes that run side by side share the cores; with two threads each they mostly wait for one another.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+# Dynamo keeps the functions of torch that it finds at its first use, for good; some tests replace `torch.empty_like`.
+trace_rules.get_torch_obj_rule_map()
 
 
 @functools.cache
