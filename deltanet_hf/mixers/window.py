@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.far_positions import Angles, window_angles
 from deltanet_hf.mixers.attention.packed_softmax import call_packed
-from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.mixers.attention.paired_class import paired_class, require_own_forward
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
@@ -84,10 +83,7 @@ class WindowAttention(LayerKind):
         Raises:
             UserError: something has replaced the module's forward function (offloading, torch.compile).
         """
-        if "forward" in vars(attention):
-            raise UserError(
-                f"layer {layer_idx}: its attention is offloaded or compiled; put the window on it before that"
-            )
+        require_own_forward(attention, layer_idx, "put the window on it")
         family = _unrestricted(type(attention))  # type: ignore[arg-type]
         attention.__class__ = paired_class(WindowAttention, family, f"Window{family.__name__}")
         attention.settings = settings

@@ -5,6 +5,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import nn
+
+from deltanet_hf.errors import UserError
+
+
+def require_own_forward(attention: nn.Module, layer_idx: int, change: str) -> None:
+    """Raises UserError if something has replaced a module's forward function, which `change` has to precede."""
+    if "forward" in vars(attention):
+        raise UserError(f"layer {layer_idx}: its attention is offloaded or compiled; {change} before that")
+
 
 def paired_class(front: Any, base: Any, name: str) -> Any:
     """The class `name` with the bases `front` and `base`, always the same one.

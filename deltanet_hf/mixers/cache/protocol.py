@@ -1,4 +1,4 @@
-"""What every layer of a cache says of itself, so that sessions, snapshots, graphs and sums of bytes know no kinds.
+"""The protocol of cache layers, by which sessions, snapshots, graphs and sums of bytes know no kinds.
 
 A new kind of cache is a class and a row. The class derives from `MixerCacheLayer` (state.py) and says in `shapes` which
 of its tensors grow; where none does, `MixerCacheLayer` is the class. The row is `cache_class` of the layer that keeps

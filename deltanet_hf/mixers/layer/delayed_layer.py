@@ -131,7 +131,7 @@ def stored_memory(mixer: Mixer, memory: State) -> State:
 
 @torch.no_grad()
 def waiting_shapes(mixer: Mixer) -> dict[str, TensorShape]:
-    """What a layer keeps beside its window and the rule's state."""
+    """The tensors that a layer keeps beside its window and the rule's state."""
     branch, weight = mixer.window_branch, mixer.q_proj.weight
     assert branch is not None
     gates = mixer.gates(mixer.project(weight.new_zeros(1, 1, weight.shape[1])), None)

@@ -342,7 +342,7 @@ class Mixer(LayerKind, nn.Module):
     def inputs(
         self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
     ) -> PromptInputs:
-        """What the recurrence reads of the projections, and what the window does, if there is one."""
+        """The inputs of the recurrence and of the window, if there is one, from the projections."""
         q, k, v, conv_tail = self.convolved(*self.repeated(projected.q, projected.k, projected.v), call)
         q, k, v = self.activated(*self.rotated(q, k, v, position_embeddings))
         window_q = window_k = None

@@ -1,4 +1,4 @@
-"""What `Mixer.project` returns: the outputs of all linear layers that read a layer's input."""
+"""The result of `Mixer.project`: the outputs of all linear layers that read a layer's input."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class WindowBranch(Part):
 
     @property
     def cache_spec(self) -> QuantisedCacheSpec:
-        """What a cache in less than 16 bits keeps.
+        """The contents of a cache in less than 16 bits.
 
         Raises:
             UserError: more sinks than the packed form has, or fewer beside a state of what has left the window: the

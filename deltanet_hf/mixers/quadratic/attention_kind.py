@@ -23,8 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.mixers.attention.paired_class import paired_class, require_own_forward
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.cache.argument import given_cache
@@ -118,10 +117,7 @@ class AttentionKind(LayerKind):
         Raises:
             UserError: something has replaced the module's forward function (offloading, torch.compile).
         """
-        if "forward" in vars(attention):
-            raise UserError(
-                f"layer {layer_idx}: its attention is offloaded or compiled; make the {cls.name} layer before that"
-            )
+        require_own_forward(attention, layer_idx, f"make the {cls.name} layer")
         extended: Any = attention
         extended.__class__ = paired_class(cls, type(attention), f"{cls.__name__}{type(attention).__name__}")
         extended.settings, extended.config = settings, RoutedConfig(config, IMPLEMENTATION)

@@ -82,21 +82,8 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
         ValueError: a shape, device, number of places or reach that does not fit.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    (
-        window_output,
-        lse,
-        state_output,
-        share_logit,
-        far_slope,
-        near_slope,
-        places,
-        reach,
-        numbers,
-        z,
-        norm_weight,
-        _,
-        _,
-    ) = call
+    window_output, lse, state_output, share_logit, far_slope, near_slope = call[:6]
+    places, reach, numbers, z, norm_weight = call[6:11]
     require_input("window_output", window_output, "window_output", window_output)
     if window_output.dim() != 4 or 0 in window_output.shape:
         raise ValueError(
