@@ -115,7 +115,6 @@ class FastDelayedRule(FastDeltaRule):
         logits = self.step_gates(projected)[:4]
         step = GroupStepCall(q, *logits, packed, *held, branch.sinks, cos, sin, None, self.max_strength)  # type: ignore[arg-type]
         state_output = group_gated_delta_step_.unchecked(step)
-        window_output = window_step(
-            branch, q, k, v, state, None, cos, sin, None
-        )  # packs a group over the one that has left
+        # Packs a group over the one that has left.
+        window_output = window_step(branch, q, k, v, state, None, cos, sin, None)
         return mixture(branch, projected.mixing_logits, window_output, state_output, projected.gate, self.norm)  # type: ignore[arg-type]
