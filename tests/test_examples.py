@@ -18,6 +18,7 @@ from matplotlib import pyplot
 from deltanet_convert.start import START
 from deltanet_hf.mixers import MIXERS
 from support.tiny_conversion import quick_start, teacher_folder
+from support.tiny_gguf import write_gguf
 from support.tiny_run import ALIGN, recipe_tree, write_recipe
 from tests.test_documents import command_lines_parse, recipes_modules_and_scripts_exist
 
@@ -44,15 +45,17 @@ def test_the_commands_of_a_script_parse(script: Path) -> None:
 
 
 def test_the_readme_converts_trains_and_generates(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    write_gguf(tmp_path / "teacher.gguf")
     readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
     code = re.search(r"<!-- example: quickstart [^\n]*-->\n```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     assert code is not None
     example = code[1]
     recipe = write_recipe(tmp_path, recipe_tree(tmp_path, [ALIGN], data={"sources": []}))
     small = {
-        '"HuggingFaceTB/SmolLM2-135M-Instruct"': repr(str(teacher)),
+        '"HuggingFaceTB/SmolLM2-135M-Instruct"': repr(str(tmp_path / "teacher.gguf")),
         '"demo"': repr(str(recipe)),
         '"student")': '"student", keep="every:2")',  # SmolLM2's plan is shipped
     }

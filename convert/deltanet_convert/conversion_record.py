@@ -77,9 +77,9 @@ def _teacher_facts(job: Job) -> dict[str, Any]:
 
 def _place(source: Source, out: Path) -> dict[str, str]:
     """Where a local teacher is, seen from OUT, so that recipes find it; no path of the machine goes into the record."""
-    if source.revision is not None or source.temporary:
+    if source.revision is not None:
         return {}
-    return {"folder": os.path.relpath(source.folder.resolve(), out.resolve())}
+    return {"folder": os.path.relpath((source.gguf or source.folder).resolve(), out.resolve())}
 
 
 def _option_facts(job: Job) -> dict[str, Any]:

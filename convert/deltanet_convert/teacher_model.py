@@ -47,7 +47,7 @@ class Source:
     name: str  # the folder's or file's name, or the hub id
     folder: Path
     revision: str | None  # commit on the hub
-    temporary: bool = False  # `folder` is a dequantised copy, which is removed at the end
+    gguf: Path | None = None  # the file of which `folder` is a dequantised copy, which is removed at the end
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,8 @@ class Recipe(Strict):
     )
     teacher: str | None = Field(
         None,
-        description="Folder or Hub id. Default: the one in conversion.json. For an imported model: its own folder, "
-        "or any model with its vocabulary.",
+        description="Folder, .gguf file or Hub id. Default: the one in conversion.json. For an imported model: its own "
+        "folder, or any model with its vocabulary.",
     )
     output: str = Field(..., min_length=1, description="Folder for checkpoints, logs, plots and the final model.")
     seed: int = Field(0, ge=0, lt=2**32, description="Random seed of the data order and of new adapters.")

@@ -34,7 +34,7 @@ def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
     kept = write_gguf(tmp_path / "tiny.gguf")
     report = tiny_conversion(tmp_path / "tiny.gguf", tmp_path / "out", dtype="float32", layers="keep:0")
-    assert report["teacher"]["name"] == "tiny.gguf"
+    assert (report["teacher"]["name"], report["teacher"]["folder"]) == ("tiny.gguf", "../tiny.gguf")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
     state = model.state_dict()

@@ -428,7 +428,7 @@ def test_a_teacher_is_found_where_it_was_or_asked_for(tmp_path: Path) -> None:
     assert teacher_of(recipe).name == str(teacher)
     assert teacher_of(recipe.model_copy(update={"teacher": "owner/name"})) == ("owner/name", None)
     teacher.rename(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"no model folder at .*deep/teacher; say where it is now: teacher=PATH"):
+    with pytest.raises(UserError, match=r"no model at .*deep/teacher; say where it is now: teacher=PATH"):
         teacher_of(recipe)
     (student / "conversion.json").write_text(json.dumps({"teacher": {"name": "gpt2", "revision": "607a30d"}}))
     assert teacher_of(recipe) == ("gpt2", "607a30d")

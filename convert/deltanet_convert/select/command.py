@@ -77,5 +77,5 @@ def removed_unless_unfinished(source: Source, out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if source.temporary and not SelectionJournal.path_of(out).exists():
+        if source.gguf and not SelectionJournal.path_of(out).exists():
             shutil.rmtree(source.folder, ignore_errors=True)

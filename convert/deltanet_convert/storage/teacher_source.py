@@ -29,7 +29,7 @@ def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None, revis
     path = model_folder(teacher, revision)
     if path.is_file():
         if path.suffix == ".gguf":
-            return Source(path.name, _dequantised(path, scratch, dtype), None, True)
+            return Source(path.name, _dequantised(path, scratch, dtype), None, path)
         if path.suffix in PICKLES:
             raise UserError(f"{path}: pickled weights can run code when loaded and are refused; give safetensors")
         raise UserError(f"{path}: give the folder that holds config.json and the weights, or a .gguf file")
@@ -38,7 +38,7 @@ def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None, revis
         if ggufs and not (path / "config.json").exists():
             if len(ggufs) > 1:
                 raise UserError(f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}")
-            return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None, True)
+            return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None, ggufs[0])
     check_links(path)
     if (path / "adapter_config.json").exists():
         raise UserError(

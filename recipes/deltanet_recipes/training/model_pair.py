@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_convert.storage.safetensors_folder import read_json
+from deltanet_convert.storage.scratch import scratch_folder
+from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf import loading  # its package registers the converted families
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
@@ -27,7 +29,7 @@ T = TypeVar("T")
 
 
 class TeacherName(NamedTuple):
-    """A folder or Hub id, and the commit on the Hub that the student was converted from."""
+    """A folder, .gguf file or Hub id, and the commit on the Hub that the student was converted from."""
 
     name: str
     revision: str | None
@@ -193,13 +195,14 @@ def teacher_of(recipe: Recipe) -> TeacherName:
     if isinstance(teacher.get("folder"), str):
         places.insert(0, Path(os.path.normpath(student / teacher["folder"])))
     for place in places:
-        if os.path.isfile(place / "config.json"):  # False also for what no file can be called
+        # False also for what no file can be called
+        if os.path.isfile(place / "config.json") or (place.suffix == ".gguf" and os.path.isfile(place)):
             return TeacherName(str(place), None)
     if "/" in name and not Path(name).is_absolute():
         return TeacherName(name, None)
     raise UserError(
-        f"teacher: {student / RECORD} names {name!r}, but there is no model folder at {places[0]}; say where it is "
-        "now: teacher=PATH"
+        f"teacher: {student / RECORD} names {name!r}, but there is no model at {places[0]}; say where it is now: "
+        "teacher=PATH"
     )
 
 
@@ -209,8 +212,14 @@ def load_tokenizer(folder: str, key: str = "student", revision: str | None = Non
 
 
 def _opened(load: Callable[[str, Path], T], name: str, key: str, revision: str | None = None) -> T:
-    """The result of `load` for a model's folder, downloaded if it is a Hub id. Local folders have no revision."""
+    """The result of `load` for a model's folder: downloaded if it is a Hub id, and of a .gguf file a copy for a while.
+
+    Local folders have no revision.
+    """
     try:
+        if name.endswith(".gguf"):
+            with scratch_folder() as copy:
+                return load(name, resolve_source(name, copy, None).folder)
         return load(name, loadable_folder(name, None if os.path.exists(name) else revision))
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
