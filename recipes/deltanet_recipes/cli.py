@@ -132,7 +132,7 @@ COMMANDS = {
         "Run",
         "deltanet_recipes.demo.command",
         "demo_command",
-        "Convert, align, ask and measure SmolLM2-135M-Instruct on a CPU, and write a report: about ten minutes.\n\n"
+        "Convert, ask and measure SmolLM2-135M-Instruct on a CPU, and write a report: about four minutes.\n\n"
         "Example: `deltanet-hf demo demo`",
     ),
 }

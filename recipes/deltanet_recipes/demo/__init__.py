@@ -1,1 +1,1 @@
-"""`deltanet-hf demo` converts, aligns and evaluates SmolLM2-135M-Instruct on a CPU and writes a report."""
+"""`deltanet-hf demo` converts SmolLM2-135M-Instruct on a CPU, asks it, measures it and writes a report."""

@@ -9,9 +9,9 @@ import typer
 
 
 def demo_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the models, report.md and the plots.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the models, report.md and the plot.")],
 ) -> None:
-    """Convert, align, ask and measure a real model on a CPU. A step whose output exists is not run again."""
+    """Convert, ask and measure a real model on a CPU. A conversion that exists already is not run again."""
     from deltanet_recipes.demo.run import run_demo
 
     run_demo(folder)

@@ -1,12 +1,9 @@
-"""Measures the models of the demo on a CPU, and what the teacher gives for the bytes without any training."""
+"""The models that the demo compares, without any training: what they take, what they answer, how far they are."""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,118 +12,102 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from deltanet_convert.select.units import evenly
 from deltanet_hf.data import shipped_texts
+from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure
+from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
-from deltanet_hf.journal import Journal, file_states
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
-from deltanet_hf.models.layers import SOFTMAX
+from deltanet_hf.models.layers import LayerTable
 
-LENGTH, BLOCK = 2048, 128  # tokens of running text; tokens whose mean divergence is one sample
-FAR = 32768  # tokens of the longer sequence whose memory is shown
-PASSAGE, BETWEEN, PASSAGES = 128, 768, 2  # a passage, other text that is longer than the windows, the passage again
-BITS = 4  # of the students' caches and of those of the untrained rows
-PART = 32  # tokens of a repeated passage whose mean loss is one sample
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the demo's table.
-
-    Attributes:
-        megabytes: MB of a sequence of 2,048 tokens, and of one of 32,768.
-        kl: KL to the teacher on running text, nats per token, and its standard error.
-        repeat: mean loss in nats per token of a passage that occurred 896 tokens before, and its standard error.
-    """
-
-    name: str
-    megabytes: tuple[float, float]
-    kl: tuple[float, float]
-    repeat: tuple[float, float]
+CONTEXTS = tuple(1 << power for power in range(10, 16))  # tokens of the sequences whose memory is shown
+EQUAL_AT = 2048  # tokens of the sequence in which windows take as many bytes as the converted model
+ASKED, AFTER = 1500, 300  # tokens of the text with a question at its end, and of the text before the fact
+FACT, QUESTION = " The code of the safe is 4071.", " The code of the safe is"
+ANSWER = 8  # tokens
+LENGTH, BLOCK = 3072, 256  # tokens of running text; tokens whose mean divergence is one sample
+SHORT = 65  # tokens of windows that leave nearly all of a text to the states
+TEACHER, CONVERTED = "teacher", "converted"
+SHORTENED = f"{CONVERTED}, windows of {SHORT}"
+STATELESS = f"{SHORTENED}, states off"
 
 
 class DemoMeasure:
-    """Measures models on the end of the shipped text, which conversion and alignment do not read.
+    """The models, and the end of the shipped text, which conversion does not read.
 
     Args:
-        folder: of the teacher.
-        students: name -> folder of the models to compare with it.
-        kept: journal of the rows, so that a run that was interrupted need not measure them again.
-        say: shows a line for each row that was measured.
+        teacher, converted: folders.
 
-    Raises UserError if `kept` has rows of other models.
+    Attributes:
+        models: the teacher, the teacher with windows of as many bytes as the converted model, that model, and the same
+            with short windows.
     """
 
-    def __init__(self, folder: Path, students: dict[str, Path], kept: Path, say: Callable[[str], None]) -> None:
-        self.teacher, self._students, self._say = _load(folder), students, say
-        request = {name: file_states(path) for name, path in {"teacher": folder, **students}.items()}
-        self._journal = Journal(kept, "measurements", "delete it")
-        if not self._journal.resume(request):
-            self._journal.begin(request)
-        text = shipped_texts()[-1].read_text(encoding="utf-8")
-        ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
-        running = ids[-LENGTH:].unsqueeze(0)
-        parts = ids[-2 * LENGTH : -LENGTH][: PASSAGES * (PASSAGE + BETWEEN)].view(PASSAGES, -1)
-        repeats = torch.cat([parts, parts[:, :PASSAGE]], dim=1)
-        texts = {"running": Text(running, block=BLOCK), "repeat": Text(repeats, PASSAGE, PART, compared=False)}
+    def __init__(self, teacher: Path, converted: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(teacher)
+        self._teacher, student = _load(teacher), _load(converted)
+        bits = cache_bits_of(student)
+        window = longest_window(_narrow(self._teacher), (), _bytes(student, EQUAL_AT), EQUAL_AT, bits)
+        assert window is not None
+        windows = set_cache_bits(WindowPolicy((), window).apply(self._teacher), bits)
+        config: Any = copy.deepcopy(student.config)
+        config.deltanet = LayerTable.of(config).with_windows([SHORT] * config.num_hidden_layers).to_dict()
+        self.models = {
+            TEACHER: self._teacher,
+            f"windows of {window:,}": windows,
+            CONVERTED: student,
+            SHORTENED: _load(converted, config=config),
+        }
+        self._ids = torch.tensor(self._encoded(shipped_texts()[-1].read_text(encoding="utf-8")))
+
+    def megabytes(self, name: str) -> list[float]:
+        """MB of a sequence of each of `CONTEXTS`, from the layout."""
+        return [_bytes(self.models[name], tokens) / 1e6 for tokens in CONTEXTS]
+
+    @torch.inference_mode()
+    def answer(self, name: str) -> str:
+        """The greedy continuation of `question()`."""
+        ids: Any = self.question()
+        made = self.models[name].generate(ids, max_new_tokens=ANSWER, do_sample=False)  # type: ignore[operator]
+        return " ".join(self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).split())
+
+    def question(self) -> Tensor:
+        """Token ids [1, ASKED]: running text with a fact in it, and the beginning of the fact at the end."""
+        fact, question = self._encoded(FACT), self._encoded(QUESTION)
+        text = self._ids[-(ASKED - len(fact) - len(question)) :].tolist()
+        return torch.tensor([text[:AFTER] + fact + text[AFTER:] + question])
+
+    def divergences(self) -> Iterator[tuple[str, Clusters]]:
+        """KL to the teacher on running text, nats per token: of the other models, and of the last with its states off.
+
+        They stay off, so that nothing else can be asked afterwards.
+        """
+        running = self._ids[-LENGTH:].unsqueeze(0)
         with torch.inference_mode():
-            hidden = self.teacher.model(running, use_cache=False).last_hidden_state
+            hidden = self._teacher.model(running, use_cache=False).last_hidden_state  # read once for all models
 
         def teacher(ids: Tensor, use_cache: bool, logits_to_keep: Tensor) -> Any:
-            """The teacher on the running text, which it reads once for all rows."""
-            return SimpleNamespace(logits=self.teacher.lm_head(hidden[:, logits_to_keep]))
+            return SimpleNamespace(logits=self._teacher.lm_head(hidden[:, logits_to_keep]))
 
-        self._settings = Settings(texts, teacher)
+        settings = Settings({"running": Text(running, block=BLOCK)}, teacher)
+        for name, model in self.models.items():
+            if name != TEACHER:
+                yield name, measure(model, settings).clusters["kl_running"]
+        yield STATELESS, measure(switch_off_state(self.models[SHORTENED]), settings).clusters["kl_running"]
 
-    def student(self, name: str) -> Row:
-        """The row of a student."""
-        return self._once(name, partial(_load, self._students[name]))
-
-    def baselines(self, kept: list[int], megabytes: float) -> list[Row]:
-        """The rows of the teacher, of the teacher with a cache in fewer bits, and of the teacher under windows.
-
-        Args:
-            kept: the student's softmax layers.
-            megabytes: the student's memory of a sequence of 2,048 tokens, which no window exceeds.
-        """
-        narrow = _narrow(self.teacher)
-        rows = [self._once("teacher", lambda: self.teacher)]
-        rows.append(self._once(f"teacher, cache in {BITS} bits", partial(self._under, WindowPolicy((), None))))
-        spread = [layer for (layer,) in evenly([(i,) for i in range(len(self.teacher.model.layers))], len(kept))]
-        for layers, where in (([], "all layers"), (spread, f"all but {len(kept)} evenly spread layers"), (kept, "")):
-            window = longest_window(narrow, layers, round(megabytes * 1e6), LENGTH, BITS)
-            assert window is not None
-            name = f"untrained: window of {window} in {where or f'all but the {len(kept)} chosen layers'}"
-            rows.append(self._once(name, partial(self._under, WindowPolicy(tuple(layers), window))))
-        return rows
-
-    def _under(self, policy: WindowPolicy) -> PreTrainedModel:
-        return set_cache_bits(policy.apply(self.teacher), BITS)
-
-    def _once(self, name: str, load: Callable[[], PreTrainedModel]) -> Row:
-        """The row of this name; measured unless there is one."""
-        if name in self._journal.steps:
-            return _row(self._journal.steps[name])
-        model = load()
-        clusters, bits = measure(model, self._settings).clusters, cache_bits_of(model)
-        near, far = (stored_bytes(model, tokens, bits, torch.bfloat16) / 1e6 for tokens in (LENGTH, FAR))
-        kl, repeat = clusters["kl_running"].score, clusters["loss_repeat"].score
-        row = Row(name, (near, far), (kl.value, kl.stderr), (repeat.value, repeat.stderr))
-        self._say(f"{name}: KL {row.kl[0]:.3f}")
-        self._journal.done(name, asdict(row))
-        return row
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
-def softmax_layers(folder: Path) -> list[int]:
-    """The layers of a converted model that keep softmax attention."""
-    layers = json.loads((folder / "config.json").read_text())["deltanet"]["layers"]
-    return [index for index, kind in enumerate(layers) if kind == SOFTMAX]
-
-
-def _load(folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+def _load(folder: Path, **options: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **options)
     return model.eval()
+
+
+def _bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Of the cache of one sequence, by a model that runs in bfloat16."""
+    return stored_bytes(model, tokens, cache_bits_of(model), torch.bfloat16)
 
 
 def _narrow(model: PreTrainedModel) -> PreTrainedModel:
@@ -135,8 +116,3 @@ def _narrow(model: PreTrainedModel) -> PreTrainedModel:
     config.hidden_size, config.intermediate_size, config.vocab_size = 8, 8, 8
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-
-
-def _row(values: dict[str, object]) -> Row:
-    numbers = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return Row(**numbers)  # type: ignore[arg-type]
