@@ -143,9 +143,15 @@ def test_the_notebook_runs(
     for cell in cells:
         assert not cell.get("outputs")
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), "gated_deltanet.ipynb", "exec"), names)
+            code = "".join(cell["source"])
+            small = code.replace("LAYOUT = {}", 'LAYOUT = {"keep": "every:2", "set": {"window": 65}}')
+            exec(compile(small, "gated_deltanet.ipynb", "exec"), names)
+    assert names["LAYOUT"]  # SmolLM2's plan is shipped
     assert "strength 2: parity right at 100%" in capsys.readouterr().out
     recalled = names["recalled"]
     assert recalled(16, "decayed") > 0.9  # and of outdated values, linear attention forgets none:
     assert max(recalled(128, "decayed"), recalled(16, "off")) < 0.8
     assert torch.all(names["g"] <= 0)
+    mixing = names["mixing"]
+    assert torch.all(mixing[:64] == 0)  # nothing has left the window
+    assert torch.all((mixing[128:] > 0) & (mixing[128:] < 1))
