@@ -61,7 +61,7 @@ def test_windows_take_as_many_bytes_and_forget_the_fact(folder: Path) -> None:
 def test_divergences_to_the_teacher(folder: Path) -> None:
     measure = demo.DemoMeasure(folder / "teacher", folder / "student")
     ids = measure.tokenizer(demo.shipped_texts()[-1].read_text(), return_tensors="pt")["input_ids"][:, -128:]
-    want, got = (measure.models[name](ids).logits[0, :-1].log_softmax(-1) for name in (demo.TEACHER, demo.CONVERTED))
+    want, got = (measure.models[name]()(ids).logits[0, :-1].log_softmax(-1) for name in (demo.TEACHER, demo.CONVERTED))
     found = {name: part.mean for name, part in measure.divergences()}
     assert found[demo.CONVERTED] == pytest.approx(float((want.exp() * (want - got)).sum(-1).mean()), rel=1e-4)
     assert list(found)[1:] == [demo.CONVERTED, demo.SHORTENED, demo.STATELESS]

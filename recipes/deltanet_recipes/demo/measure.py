@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
+from deltanet_hf.evaluation.training_free import SINKS, longest_window
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.models.restrict import restrict_to_window
 
 CONTEXTS = tuple(1 << power for power in range(10, 16))  # tokens of the sequences whose memory is shown
 EQUAL_AT = 2048  # tokens of the sequence in which windows take as many bytes as the converted model
@@ -39,36 +41,36 @@ class DemoMeasure:
         teacher, converted: folders.
 
     Attributes:
-        models: the teacher, the teacher with windows of as many bytes as the converted model, that model, and the same
-            with short windows.
+        models: what loads the teacher, the teacher with windows of as many bytes as the converted model, that model,
+            and the same with short windows; each is in memory only while it is measured.
     """
 
     def __init__(self, teacher: Path, converted: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(teacher)
-        self._teacher, student = _load(teacher), _load(converted)
-        bits = cache_bits_of(student)
-        window = longest_window(_narrow(self._teacher), (), _bytes(student, EQUAL_AT), EQUAL_AT, bits)
-        assert window is not None
-        windows = set_cache_bits(WindowPolicy((), window).apply(self._teacher), bits)
-        config: Any = copy.deepcopy(student.config)
-        config.deltanet = LayerTable.of(config).with_windows([SHORT] * config.num_hidden_layers).to_dict()
-        self.models = {
-            TEACHER: self._teacher,
-            f"windows of {window:,}": windows,
-            CONVERTED: student,
-            SHORTENED: _load(converted, config=config),
-        }
         self._ids = torch.tensor(self._encoded(shipped_texts()[-1].read_text(encoding="utf-8")))
+        student = _load(converted)
+        bits, config = cache_bits_of(student), copy.deepcopy(student.config)
+        narrow = _narrow(AutoConfig.from_pretrained(teacher))
+        window = longest_window(narrow, (), _bytes(student, EQUAL_AT), EQUAL_AT, bits)
+        assert window is not None
+        config.deltanet = LayerTable.of(config).with_windows([SHORT] * config.num_hidden_layers).to_dict()
+        self.models: dict[str, Callable[[], Any]] = {
+            TEACHER: partial(_load, teacher),
+            f"windows of {window:,}": lambda: set_cache_bits(restrict_to_window(_load(teacher), window, SINKS), bits),
+            CONVERTED: partial(_load, converted),
+            SHORTENED: partial(_load, converted, config=config),
+        }
 
     def megabytes(self, name: str) -> list[float]:
         """MB of a sequence of each of `CONTEXTS`, from the layout."""
-        return [_bytes(self.models[name], tokens) / 1e6 for tokens in CONTEXTS]
+        model = self.models[name]()
+        return [_bytes(model, tokens) / 1e6 for tokens in CONTEXTS]
 
     @torch.inference_mode()
     def answer(self, name: str) -> str:
         """The greedy continuation of `question()`."""
-        ids: Any = self.question()
-        made = self.models[name].generate(ids, max_new_tokens=ANSWER, do_sample=False)  # type: ignore[operator]
+        ids = self.question()
+        made = self.models[name]().generate(ids, max_new_tokens=ANSWER, do_sample=False)
         return " ".join(self.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).split())
 
     def question(self) -> Tensor:
@@ -78,22 +80,22 @@ class DemoMeasure:
         return torch.tensor([text[:AFTER] + fact + text[AFTER:] + question])
 
     def divergences(self) -> Iterator[tuple[str, Clusters]]:
-        """KL to the teacher on running text, nats per token: of the other models, and of the last with its states off.
-
-        They stay off, so that nothing else can be asked afterwards.
-        """
+        """KL to the teacher on running text in nats per token: of the others, and of the last with its states off."""
         running = self._ids[-LENGTH:].unsqueeze(0)
         with torch.inference_mode():
-            hidden = self._teacher.model(running, use_cache=False).last_hidden_state  # read once for all models
+            loaded = self.models[TEACHER]()
+            hidden, head = loaded.model(running, use_cache=False).last_hidden_state, loaded.lm_head
+            del loaded
 
         def teacher(ids: Tensor, use_cache: bool, logits_to_keep: Tensor) -> Any:
-            return SimpleNamespace(logits=self._teacher.lm_head(hidden[:, logits_to_keep]))
+            """The teacher on the running text, which it reads once for all models."""
+            return SimpleNamespace(logits=head(hidden[:, logits_to_keep]))
 
         settings = Settings({"running": Text(running, block=BLOCK)}, teacher)
-        for name, model in self.models.items():
+        models = {**self.models, STATELESS: lambda: switch_off_state(self.models[SHORTENED]())}
+        for name, load in models.items():
             if name != TEACHER:
-                yield name, measure(model, settings).clusters["kl_running"]
-        yield STATELESS, measure(switch_off_state(self.models[SHORTENED]), settings).clusters["kl_running"]
+                yield name, measure(load(), settings).clusters["kl_running"]
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -110,9 +112,8 @@ def _bytes(model: PreTrainedModel, tokens: int) -> int:
     return stored_bytes(model, tokens, cache_bits_of(model), torch.bfloat16)
 
 
-def _narrow(model: PreTrainedModel) -> PreTrainedModel:
-    """A random bfloat16 model with the same attention heads and little else, which is quickly copied."""
-    config = copy.deepcopy(model.config)
+def _narrow(config: Any) -> PreTrainedModel:
+    """A random bfloat16 model with the attention heads of a config and little else, which is quickly copied."""
     config.hidden_size, config.intermediate_size, config.vocab_size = 8, 8, 8
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()

@@ -42,14 +42,14 @@ def run_demo(folder: Path) -> None:
     console.print(Markdown(memory_table(megabytes)))
 
     clock.begin("4. one fact")
-    console.print(f"A text of {ASKED:,} tokens with the sentence{FACT} Its end:{QUESTION} ...")
+    _say(f'A text of {ASKED:,} tokens says "{FACT.strip()}" and ends with "{QUESTION.strip()}"')
     answers = {}
     for name in measure.models:
         answers[name] = measure.answer(name)
-        _say(f"{name}: ... {answers[name]}")
+        _say(f"{name}: {answers[name]}")
 
     clock.begin("5. a long text")
-    console.print(f"KL to the teacher on {LENGTH:,} tokens, nats per token")
+    _say(f"KL to the teacher on {LENGTH:,} tokens, nats per token")
     divergences = {}
     for name, divergences[name] in measure.divergences():
         _say(f"{name}: {divergences[name].mean:.3f}")
