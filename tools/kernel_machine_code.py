@@ -36,8 +36,9 @@ from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
-from deltanet_kernels.group_rule.calls import GroupRuleCall
+from deltanet_kernels.group_rule.calls import GroupRuleCall, GroupStepCall
 from deltanet_kernels.group_rule.chunk import chunk_group_triton
+from deltanet_kernels.group_rule.step import group_step_triton_
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
@@ -333,6 +334,13 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap))
             state_indices = torch.tensor([1, 0], dtype=torch.int32)
             packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap, state_indices=state_indices))
+            if sinks and D < 256:
+                gate, waiting, slope = torch.zeros(2), torch.zeros(2, 32 * 7, 2, dtype=torch.bfloat16), torch.zeros(HQ)
+                beside = PackedStepCall(*token, cache, 32 * 6 + 1, sinks, softcap=cap, edge=32)
+                state = torch.zeros(2, 2, D, D, dtype=torch.int8), torch.zeros(2, 2, D)
+                a, logit = (torch.zeros(2, 1, heads, dtype=DTYPES[dtype]) for heads in (2, HQ))
+                rest = waiting, waiting, *state, logit, slope, slope, token[0], torch.zeros(HQ, D)
+                group_step_triton_(GroupStepCall(a, a, gate, gate, beside, *rest))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found

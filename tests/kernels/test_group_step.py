@@ -112,8 +112,20 @@ def test_a_state_is_rounded_to_127_steps_of_the_largest_number_of_a_row() -> Non
 def test_only_where_a_group_leaves_the_state_changes() -> None:
     call = step(tokens=(64, 95, 96, 127, 128))
     before = call.state.clone()
-    pytorch(*call)
+    group_gated_delta_step_(*call)
     assert [bool((x != y).any()) for x, y in zip(before, call.state, strict=True)] == [False, False, True, False, True]
+
+
+def test_another_window_than_that_of_the_cache_is_refused() -> None:
+    call = step()
+    with pytest.raises(ValueError, match="got window=33 and edge=32 of 2 groups, needs 65 and 32"):
+        group_gated_delta_step_(*call._replace(token=call.token._replace(window=33)))
+
+
+def test_what_the_operator_changes() -> None:
+    from deltanet_kernels.group_rule.step import group_step_op_
+
+    torch.library.opcheck(group_step_op_.op, group_step_op_.flat(copied(step(tokens=(96,)), DEVICE)))
 
 
 def test_the_leaving_group_is_written_by_the_rule_without_sinks() -> None:
