@@ -127,21 +127,26 @@ def group_mix_kernel(
     n, head = r // HQ, r % HQ
     row = (n * H + head // (HQ // H)) * D
     d = tl.arange(0, D)
+    # All loads are under way before the first result is waited for.
     S = tl.load(state + (row + d[:, None]) * D + d[None, :])
-    q_D = _unit(tl.load(q + r * D + d).to(tl.float32), scale)
-    if state_scale is not None:
-        q_D = q_D * tl.load(state_scale + row + d)
+    q_D, read_D = tl.load(q + r * D + d).to(tl.float32), tl.load(read + r * D + d)
     number = tl.load(lengths + n)  # from 1
-    left = (number % GROUP == 1) & (number > places)  # a group, before this token
-    f_D = tl.where(left, tl.load(read + r * D + d), tl.sum(q_D[:, None] * S.to(tl.float32), axis=0))
+    logit, far, near = tl.load(share_logit + n * s_row + head), tl.load(far_slope + head), tl.load(near_slope + head)
+    if state_scale is not None:
+        scale_D = tl.load(state_scale + row + d)
     if WEIGHTS > 0:
         w_D = tl.load(norm_weight + head % WEIGHTS * D + d).to(tl.float32)
+    if z is not None:
+        z_D = tl.load(z + n * z_row + head * D + d).to(tl.float32)
+    window_D, lse = combined(parts, weights, r, spans, D, D, BN, False)
+    q_D = _unit(q_D, scale)
+    if state_scale is not None:
+        q_D = q_D * scale_D
+    left = (number % GROUP == 1) & (number > places)  # a group, before this token
+    f_D = tl.where(left, read_D, tl.sum(q_D[:, None] * S.to(tl.float32), axis=0))
+    if WEIGHTS > 0:
         f_D = f_D * tl.rsqrt(tl.sum(f_D * f_D, axis=0) / D + eps) * w_D
     if z is not None:
-        f_D = f_D * silu(tl.load(z + n * z_row + head * D + d).to(tl.float32))
-    window_D, lse = combined(parts, weights, r, spans, D, D, BN, False)
-    share = state_share(
-        tl.load(share_logit + n * s_row + head), tl.load(far_slope + head), tl.load(near_slope + head), lse,
-        number, places, REACH, GROUP,
-    )  # fmt: skip
+        f_D = f_D * silu(z_D)
+    share = state_share(logit, far, near, lse, number, places, REACH, GROUP)
     tl.store(o + r * D + d, (window_D + share * (f_D - window_D)).to(o.dtype.element_ty))
