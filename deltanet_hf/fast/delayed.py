@@ -112,7 +112,6 @@ class FastDelayedRule(FastDeltaRule):
         cos, sin = self.angles(position_embeddings)
         packed = PackedKeyValues(*(state[name] for name in NAMES), branch.cache_spec.key_order)  # type: ignore[call-arg]
         reach = branch.window, branch.sinks, None, branch.scale, branch.softcap
-        norm = (None, 1e-6) if self.norm is None else (self.norm.weight, self.norm.eps)
         step = GroupStepCall(
             *self.step_gates(projected)[:4],  # type: ignore[arg-type]
             PackedStepCall(q, k, v, packed, *reach, cos, sin, edge=branch.edge),
@@ -124,7 +123,8 @@ class FastDelayedRule(FastDeltaRule):
             branch.slopes.far_slope,
             branch.slopes.near_slope,
             projected.gate,
-            *norm,
+            None if self.norm is None else self.norm.weight,
+            1e-6 if self.norm is None else self.norm.eps,
             self.max_strength,
         )
         return group_gated_delta_step_.unchecked(step)
