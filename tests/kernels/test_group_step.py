@@ -86,7 +86,7 @@ def test_the_kernel(changes: dict[str, Any]) -> None:
     call = step(**changes)
     ours, theirs = copied(call, DEVICE), copied(call)
     found, wanted = triton(*ours), pytorch(*theirs)
-    precision = 2e-3 if call.token.q.dtype == torch.float16 else 2e-6
+    precision = 2e-3 if call.token.q.dtype == torch.float16 else 5e-6  # of a packed step
     torch.testing.assert_close(found.cpu(), wanted, rtol=precision, atol=precision)
     for name in ("g", "beta"):
         torch.testing.assert_close(getattr(ours, name).cpu(), getattr(theirs, name), rtol=0, atol=0)
