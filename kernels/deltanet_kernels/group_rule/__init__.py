@@ -22,6 +22,7 @@ caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N
     calls.py              the call and its check
     rounding.py           states in 8 bits
 
-From gated_delta_rule/ come the stages before the states, without their scores, and with GROUPS the other gradients
-(gradients_pairs.py, gradients_inputs.py) or all of them (gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.
+From gated_delta_rule/ come the stages before the states, without their scores, the segments of long sequences
+(segments.py), and with GROUPS the other gradients (gradients_pairs.py, gradients_inputs.py) or all of them
+(gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.
 """
