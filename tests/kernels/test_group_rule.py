@@ -246,12 +246,31 @@ def test_every_head_size_and_group(K: int, HQ: int, T: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_integers_bit_for_bit(K: int, half: torch.dtype) -> None:
-    assert_integers_exact(triton, naive_group_gated_delta_rule, half, K)
+@pytest.mark.parametrize("form", [triton, segmented], ids=["uncut", "segments"])
+def test_integers_bit_for_bit(form: Any, K: int, half: torch.dtype) -> None:
+    assert_integers_exact(form, naive_group_gated_delta_rule, half, K)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
-def test_hundred_runs_are_identical(K: int) -> None:
+@pytest.mark.parametrize("form", [triton, segmented], ids=["uncut", "segments"])
+def test_hundred_runs_are_identical(form: Any, K: int) -> None:
     given = arguments(Case("repeat", T=320, B=2, H=2, K=K), torch.bfloat16, DEVICE)
-    assert_repeats(lambda: results(triton, given), 100)
+    assert_repeats(lambda: results(form, given), 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("3 queries a state", T=500, B=2, HQ=3, K=64),
+        Case("whole chunks, 3 queries a state", T=512, HQ=3, K=128),
+        Case("nothing decays", T=512, H=2, K=64, g="zero"),
+        Case("one head forgets", T=512, H=2, K=128, g="heads"),
+    ],
+    ids=str,
+)
+def test_segments_in_bfloat16(case: Case) -> None:
+    given = arguments(case, torch.bfloat16, DEVICE)
+    plain = plainly_in(torch.bfloat16, given, naive_group_gated_delta_rule)
+    assert_as_good(results(segmented, given), plain, truth_of(case, torch.bfloat16), torch.bfloat16)
