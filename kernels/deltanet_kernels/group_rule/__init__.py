@@ -26,6 +26,7 @@ caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N
     calls.py              the calls and their checks
     rounding.py           states in 8 bits
 
-From gated_delta_rule/ come the stages before the states, without their scores, and with GROUPS the other gradients
-(gradients_pairs.py, gradients_inputs.py) or all of them (gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.
+From gated_delta_rule/ come the stages before the states, without their scores, the segments of long sequences
+(segments.py), and with GROUPS the other gradients (gradients_pairs.py, gradients_inputs.py) or all of them
+(gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.
 """
