@@ -43,6 +43,7 @@ NAME_WITH_NUMBER = re.compile(  # Llama 3.2 1B, vLLM 0.25 to 0.32
     r"\b(?:\w*[A-Z]\w*|torch|transformers|peft)[ -]\d[\w.]*(?:[ -]\d[\w.]*[BM]\b)?(?: (?:to|and) \d[.\d]*)?"
 )
 WORDS = {  # of a page at most, without tables
+    "cli.md": 500,
     "converting.md": 1500,
     "gated-deltanet.md": 1200,
     "kernels.md": 1500,

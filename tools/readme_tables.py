@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 import chips_table
+import command_table
 import comparison_tables
 import recipe_keys
 from context_table import context
@@ -46,6 +47,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "gpu": gpu,
     # Not of a file but of the code.
     "keys": lambda _: recipe_keys.keys(),
+    "cli": lambda _: command_table.commands(),
     "chips": lambda _: chips_table.kernels(),
     "sizes": lambda _: chips_table.sizes(),
 }
