@@ -23,7 +23,6 @@ from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.cache_bits import KEY_ORDER
 from deltanet_hf.models.families import FAMILIES, PREFIX
@@ -85,11 +84,9 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
     def _softmax_layers(self) -> Iterator[tuple[int, str, Any]]:
         """Index, name and module of the attention that vLLM's attention serves: whole layers, or some heads of one."""
         for index, layer in enumerate(self.model.layers):
-            name, module = f"model.layers.{index}.self_attn", getattr(layer, "self_attn", None)
-            if isinstance(module, MixedHeads):
-                name, module = f"{name}.softmax", module.softmax
-            if module is not None and not isinstance(module, ServedLayer):
-                yield index, name, module
+            for branch, module in branches_of(layer.self_attn).items() if hasattr(layer, "self_attn") else ():
+                if not isinstance(module, ServedLayer):
+                    yield index, ".".join(filter(None, (f"model.layers.{index}.self_attn", branch))), module
 
     def _attention(self, index: int, name: str, module: Any) -> Attention:
         sinks = getattr(module, "sinks", None)

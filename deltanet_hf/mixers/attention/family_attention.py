@@ -29,10 +29,14 @@ class FamilyAttention(LayerKind):
 
     @property
     def softmax_parts(self) -> list[tuple[Any, int]]:
-        return [(self.attention, int(self.attention.config.num_key_value_heads))]
+        return [(self.attention, self.growing_heads)]
 
     def use_cache_bits(self, bits: int) -> None:
         pack_softmax(self.attention, bits)
+
+    @property
+    def growing_heads(self) -> int:
+        return int(self.attention.config.num_key_value_heads)
 
     def new_parts(self) -> list[nn.Module]:
         return []

@@ -87,6 +87,9 @@ class KeyValues(OtherLayer):
     def fits_window(self, window: int | None) -> bool:
         return self.window == window
 
+    def takes_prompt(self, tokens: int) -> bool:
+        return not self.layer.is_initialized and (self.window is None or tokens < self.window)
+
     def after(self, tokens: int, copied: Callable[[Tensor], Tensor]) -> Any:
         made = type(self)(copy.copy(self.layer))
         made.put({name: copied(getattr(self.layer, name)[:, :, :tokens]) for name in ("keys", "values")}, tokens)
@@ -95,7 +98,7 @@ class KeyValues(OtherLayer):
     def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> StaticKeyValues:
         return StaticKeyValues(places(self.window, self.layer.keys))
 
-    def fix(self, room: StaticKeyValues, tokens: int) -> StaticKeyValues:
+    def fix(self, room: StaticKeyValues, tokens: int, longest: int | None) -> StaticKeyValues:
         room.load(self.layer, tokens)
         return room
 

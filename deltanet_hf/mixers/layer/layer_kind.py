@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -183,6 +184,11 @@ def softmax_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) ->
     family_window = sliding_window(config, attention.layer_idx)
     sizes = int(config.num_key_value_heads), int(attention.head_dim)
     return held_bytes(*sizes, tokens, bits, dtype, None, 0, family_window)
+
+
+def kinds_among(modules: Iterable[nn.Module]) -> Iterator[LayerKind]:
+    """Those of some modules that are not their family's own."""
+    return (module for module in modules if isinstance(module, LayerKind))
 
 
 def branches_of(attention: nn.Module) -> dict[str, Any]:
