@@ -22,9 +22,10 @@ from deltanet_kernels.packed_cache.layout import takes_key_order
 
 from .calibration_text import sequence_length
 from .memory_estimate import conversion_memory
+from .meta_model import meta_model
 from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
-from .teacher_model import Teacher, meta_model, output_specs
+from .teacher_model import Teacher, output_specs
 from .weight_origins import count_origins
 
 CONTEXTS = (2048, 4096, 16384, 32768, 65536, 131072)  # of the cache table, as far as the teacher has positions
