@@ -128,7 +128,6 @@ def _title(name: str) -> str:
         "mqar": f"MQAR, {size} pairs",
         "needle": f"4 needles in {size}",
         "prose": f"facts in {size} tokens of prose",
-        "last_word": f"last word ({size})",
     }[kind]
 
 

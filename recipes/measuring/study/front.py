@@ -41,8 +41,8 @@ from measuring.benchmarks.model_at_points import ModelAtPoints
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.hybrid_row import figures, layer_facts, shown
+from measuring.study.model_facts import load_for_measure, run_facts
 from measuring.study.provenance import commands, flags
-from measuring.study.results_row import load_for_measure, run_facts
 from measuring.study.shared_figures import SharedFigures
 from measuring.study.task_suites import TaskSuites
 
