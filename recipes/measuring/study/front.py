@@ -140,7 +140,7 @@ def main(
             measured.clusters.update(suites(of))
             facts = facts | {"missing": suites.missing} | dict.fromkeys(suites.missing)
             if device.type == "cuda":
-                timed = ModelAtPoints(serve(deepcopy(of)), {}, DECODED).measure(GRAPH, DECODED)
+                timed = ModelAtPoints(serve(deepcopy(of)), {}).measure(GRAPH, DECODED)
                 facts["tokens_per_s"] = round(1000 / timed["decode_ms"])
         row = {"run": run, "kind": kind, "bits": width, **facts}
         row |= {name: round(stored_bytes(of, count, width) / 1e6, 3) for name, count in LENGTHS.items()}
