@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from triton.language import core
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
@@ -51,6 +52,19 @@ def _compiled_from_the_start() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter cuts float32 off where it makes bfloat16; GPUs round."""
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, source: Any, wanted: Any, mode: Any) -> Any:
+        if source == core.float32 and wanted == core.bfloat16:
+            return torch.from_numpy(x).bfloat16().view(torch.uint16).numpy()
+        return convert(x, source, wanted, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 def pytest_collection_finish() -> None:

@@ -43,6 +43,7 @@ NAME_WITH_NUMBER = re.compile(  # Llama 3.2 1B, vLLM 0.25 to 0.32
     r"\b(?:\w*[A-Z]\w*|torch|transformers|peft)[ -]\d[\w.]*(?:[ -]\d[\w.]*[BM]\b)?(?: (?:to|and) \d[.\d]*)?"
 )
 WORDS = {  # of a page at most, without tables
+    "cli.md": 500,
     "converting.md": 1500,
     "gated-deltanet.md": 1200,
     "kernels.md": 1500,
@@ -55,6 +56,7 @@ WORDS = {  # of a page at most, without tables
     "training.md": 1500,
     "troubleshooting.md": 1000,
 }
+OPERATOR = re.compile(r"^\| \[`(\w+)`\]", re.MULTILINE)
 RULE = re.compile(r"<!-- example: gated_delta_rule [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -177,6 +179,20 @@ def test_the_rule_in_pytorch_is_the_operator() -> None:
     torch.testing.assert_close(place["chunked"][0], place["output"], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(place["last"][0], place["state"], rtol=1e-4, atol=1e-5)
     assert place["output"].abs().mean() > 0.01
+
+
+def test_the_examples_of_the_operators_run() -> None:
+    """Every section on an operator has one, which compares it with something simpler; each continues the one before."""
+    text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    sections = {name: FENCED.search(text, text.index(f"\n## {name}\n")) for name in OPERATOR.findall(text)}
+    assert len(sections) == 6
+    torch.manual_seed(0)
+    place: dict[str, Any] = {}
+    for operator, example in sections.items():
+        assert example is not None
+        assert f"import {operator}\n" in example[2]
+        assert "assert_close(" in example[2]
+        exec(compile(example[2], f"docs/kernels.md: {operator}", "exec"), place)
 
 
 def test_the_site_has_every_page() -> None:

@@ -1,12 +1,14 @@
-"""The examples: Python files run in small, and the commands of the scripts parse."""
+"""The examples and the commands of README.md run in small."""
 
 from __future__ import annotations
 
 import json
 import re
 import runpy
+import shlex
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,30 @@ import torch
 from matplotlib import pyplot
 
 from deltanet_convert.start import START
+from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.mixers import MIXERS
+from deltanet_recipes.training.logbook import read_log
+from support.command_line import typed
 from support.tiny_conversion import quick_start, teacher_folder
-from support.tiny_run import ALIGN, recipe_tree, write_recipe
-from tests.test_documents import command_lines_parse, recipes_modules_and_scripts_exist
+from support.tiny_run import ALIGN, make_text, recipe_tree, write_recipe
+from tests.test_documents import FENCED, command_lines
 
 FOLDER = Path(__file__).parents[1] / "examples"
+README = FOLDER.parent / "README.md"
+TEACHERS = {
+    "meta-llama/Llama-3.2-1B": "llama",
+    "Qwen/Qwen3-0.6B": "qwen3",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "llama",
+}  # and the family of the tiny one that takes its place
+DATA = ["data.decontaminate=[]", "data.sources=[{path: text.jsonl}]", "data.holdout_tokens=256", "data.repeat=true"]
+STAGE = {"tokens": 256, "sequence_length": 128, "batch_tokens": 128, "micro_batch_rows": 1}
+SMALL = {
+    "convert": ["--keep", "every:4", "--calibration-tokens", "256"],  # random weights have no recall to keep
+    "distill": [*DATA, *(f"stages.{stage}.{key}={STAGE[key]}" for stage in range(3) for key in STAGE)],
+    "report": ["--limit", "1", "--windows", "1", "--baselines", "none"],
+    "eval": ["--limit", "1"],
+    "generate": ["--max-new-tokens", "2"],
+}  # what is added to each command
 
 
 def example(name: str) -> dict[str, Any]:
@@ -35,18 +55,40 @@ def teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return teacher_folder(tmp_path / "teacher", "llama", max_position_embeddings=512)
 
 
-@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sh")), ids=lambda script: script.name)
-def test_the_commands_of_a_script_parse(script: Path) -> None:
-    text = f"```sh\n{script.read_text(encoding='utf-8')}```"
-    assert text.count("\ndeltanet-hf ") >= 4
-    command_lines_parse(text)
-    recipes_modules_and_scripts_exist(text)
+@pytest.mark.parametrize("script", [*sorted(FOLDER.glob("*.sh")), README], ids=lambda script: script.name)
+def test_the_commands_of_a_script_run(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tiny teacher, text and tasks of this machine in the place of the Hub's, and `SMALL`.
+
+    README's installation and its line of `python -m lm_eval` are not run: they need the network.
+    """
+    text = script.read_text(encoding="utf-8")
+    if script is README:
+        text = "".join(block[2] for block in FENCED.finditer(text) if block[1] == "sh")
+    name = next(name for name in TEACHERS if name in text)
+    teacher_folder(tmp_path / "teacher", TEACHERS[name], max_position_embeddings=512, head_dim=64)
+    make_text(tmp_path / "text.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    monkeypatch.setitem(SUITES, "texts", replace(SUITES["texts"], pairs=(), needle_lengths=(), text_windows=(128,)))
+    commands = []
+    for line in command_lines(f"```sh\n{text.replace(name, 'teacher').replace('arc_easy,sciq', 'demo_cloze')}```"):
+        command, *arguments = shlex.split(line, comments=True)[1:]
+        assert typed(monkeypatch, command, *arguments, *SMALL[command]) == 0, line
+        commands.append(command)
+        assert ("|demo_cloze" in capsys.readouterr().out) == (command == "eval")
+    assert {"convert", "distill", "generate"} <= set(commands)
+    (recipe,) = tmp_path.rglob("final/recipe.json")
+    trained = {row["stage"] for row in read_log(recipe.parents[1]) if "loss" in row}
+    assert len(trained) == len(json.loads(recipe.read_text())["stages"]) == 3
+    assert (tmp_path / "report/report.md").exists() == ("report" in commands)
 
 
 def test_the_readme_converts_trains_and_generates(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
     code = re.search(r"<!-- example: quickstart [^\n]*-->\n```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     assert code is not None
     example = code[1]

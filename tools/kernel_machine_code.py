@@ -36,8 +36,9 @@ from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
-from deltanet_kernels.group_rule.calls import GroupRuleCall
+from deltanet_kernels.group_rule.calls import GroupRuleCall, GroupStepCall
 from deltanet_kernels.group_rule.chunk import chunk_group_triton
+from deltanet_kernels.group_rule.step import group_step_triton_
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
@@ -200,20 +201,24 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             differentiated(chunk_gated_delta_rule_triton, call=call, **extra)
 
         found.append((name, both))
-    for dtype, K, T, heads in (
-        ("bf16", 128, 128, (2, 2, 2)), ("bf16", 128, 128, (2, 8, 2)), ("fp32", 64, 128, (1, 1, 2)),
-        ("bf16", 64, 128, (1, 3, 1)), ("bf16", 64, 100, (2, 2, 2)), ("bf16", 256, 128, (1, 2, 1)),
-        ("fp16", 64, 128, (1, 3, 1)), ("fp16", 16, 100, (1, 1, 1)), ("fp32", 64, 128, (1, 3, 1)),
+    for dtype, K, T, heads, segments in (
+        ("bf16", 128, 128, (2, 2, 2), 1), ("bf16", 128, 128, (2, 8, 2), 1), ("fp32", 64, 128, (1, 1, 2), 1),
+        ("bf16", 64, 128, (1, 3, 1), 1), ("bf16", 64, 100, (2, 2, 2), 1), ("bf16", 256, 128, (1, 2, 1), 1),
+        ("fp16", 64, 128, (1, 3, 1), 1), ("fp16", 16, 100, (1, 1, 1), 1), ("fp32", 64, 128, (1, 3, 1), 1),
+        ("bf16", 64, 256, (1, 3, 1), 8), ("bf16", 64, 250, (1, 3, 1), 8), ("bf16", 128, 256, (1, 4, 1), 8),
+        ("bf16", 128, 256, (2, 2, 2), 8), ("fp32", 64, 256, (1, 3, 1), 8),
     ):  # fmt: skip
 
-        def group(dtype: str = dtype, K: int = K, T: int = T, heads: tuple[int, int, int] = heads) -> None:
+        def group(
+            dtype: str = dtype, K: int = K, T: int = T, heads: tuple[int, int, int] = heads, segments: int = segments
+        ) -> None:
             inputs = rule_inputs(T, heads, K, K, DTYPES[dtype], False, False)
             inputs = {name: x for name, x in inputs.items() if name in GroupRuleCall._fields}
             state = torch.zeros(2, heads[2], K, K, requires_grad=True)
             call = GroupRuleCall(**inputs, initial_state=state, output_final_state=True)
-            differentiated(chunk_group_triton, call=call)
+            differentiated(chunk_group_triton, call=call, segments=segments)
             with torch.no_grad():
-                chunk_group_triton(call)
+                chunk_group_triton(call, segments)
 
         found.append((f"group-{dtype}-{K}-{T}-{'.'.join(map(str, heads))}", group))
     for dtype, K, heads in (("bf16", 128, (2, 2, 2)), ("fp32", 64, (1, 2, 4)), ("fp16", 16, (1, 4, 2))):
@@ -333,6 +338,13 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap))
             state_indices = torch.tensor([1, 0], dtype=torch.int32)
             packed_step_triton_(PackedStepCall(*token, cache, window, sinks, softcap=cap, state_indices=state_indices))
+            if sinks and D < 256:
+                gate, waiting, slope = torch.zeros(2), torch.zeros(2, 32 * 7, 2, dtype=torch.bfloat16), torch.zeros(HQ)
+                beside = PackedStepCall(*token, cache, 32 * 6 + 1, sinks, softcap=cap, edge=32)
+                state = torch.zeros(2, 2, D, D, dtype=torch.int8), torch.zeros(2, 2, D)
+                a, logit = (torch.zeros(2, 1, heads, dtype=DTYPES[dtype]) for heads in (2, HQ))
+                rest = waiting, waiting, *state, logit, slope, slope, token[0], torch.zeros(HQ, D)
+                group_step_triton_(GroupStepCall(a, a, gate, gate, beside, *rest))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 import chips_table
+import command_table
 import comparison_tables
 import recipe_keys
 from context_table import context
@@ -25,6 +26,7 @@ from measuring.lab import table as lab_table
 from measuring.rows import RowFile
 from mixers_table import mixers
 from results_tables import results
+from rules_table import rules
 from speed_table import recommended, speed
 from training_table import training
 from vllm_table import served, vllm
@@ -34,6 +36,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "front": comparison_tables.front,
     "changes": comparison_tables.changes,
     "mixers": lambda path: mixers(RowFile(path).rows()),
+    "rules": rules,
     "lab": lambda path: lab_table.table(RowFile(path).rows()),
     "speed": speed,
     "recommended": recommended,
@@ -46,6 +49,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "gpu": gpu,
     # Not of a file but of the code.
     "keys": lambda _: recipe_keys.keys(),
+    "cli": lambda _: command_table.commands(),
     "chips": lambda _: chips_table.kernels(),
     "sizes": lambda _: chips_table.sizes(),
 }

@@ -1,7 +1,7 @@
 """A mixer with a state of what has left its window, in 8 or 4 bits and without gradients, by few launches.
 
 `mixers/layer/delayed_state.py` says what is computed. Beside the kernels of a window and of the recurrence, a prompt
-takes one for its gates, and a step one that reads the state and writes the group that leaves.
+takes one for its gates; a step takes three, as that of a window alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.fast.mixer import FastDeltaRule
-from deltanet_hf.fast.window import WindowOutput, mixture, window_step
+from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
@@ -30,7 +30,7 @@ from deltanet_kernels import (
     round_tokens,
 )
 from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
-from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
+from deltanet_kernels.packed_cache.calls import PackedStepCall, PackPromptCall, RoundTokensCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 
@@ -111,10 +111,20 @@ class FastDelayedRule(FastDeltaRule):
         q, k, v = map(self.split_heads, projected[1:4])  # type: ignore[arg-type]
         cos, sin = self.angles(position_embeddings)
         packed = PackedKeyValues(*(state[name] for name in NAMES), branch.cache_spec.key_order)  # type: ignore[call-arg]
-        held = state["gate_0"], state["gate_1"], state["state"], state.get(SCALE)
-        logits = self.step_gates(projected)[:4]
-        step = GroupStepCall(q, *logits, packed, *held, branch.sinks, cos, sin, None, self.max_strength)  # type: ignore[arg-type]
-        state_output = group_gated_delta_step_.unchecked(step)
-        # Packs a group over the one that has left.
-        window_output = window_step(branch, q, k, v, state, None, cos, sin, None)
-        return mixture(branch, projected.mixing_logits, window_output, state_output, projected.gate, self.norm)  # type: ignore[arg-type]
+        reach = branch.window, branch.sinks, None, branch.scale, branch.softcap
+        step = GroupStepCall(
+            *self.step_gates(projected)[:4],  # type: ignore[arg-type]
+            PackedStepCall(q, k, v, packed, *reach, cos, sin, edge=branch.edge),
+            state["gate_0"],
+            state["gate_1"],
+            state["state"],
+            state.get(SCALE),
+            projected.mixing_logits,  # type: ignore[arg-type]
+            branch.slopes.far_slope,
+            branch.slopes.near_slope,
+            projected.gate,
+            None if self.norm is None else self.norm.weight,
+            1e-6 if self.norm is None else self.norm.eps,
+            self.max_strength,
+        )
+        return group_gated_delta_step_.unchecked(step)

@@ -1,19 +1,22 @@
 """Softmax attention over packed keys and values by few launches, for known families: decoding steps and prompts.
 
-It stands for a whole layer, for a window, and for mixed heads of both kinds: one product projects the input for all
-heads, and three kernels follow for each kind of heads, both kinds at the same time. In a step, one rotates queries and
-keys and puts the token into the cache, and two attend; of a prompt without padding, one rotates, one packs and one
-attends. mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them.
+It stands for a whole layer, for a window, and for mixed heads: one product projects the input for all heads, and three
+kernels follow for each kind of heads, both kinds at the same time. In a step, one rotates queries and keys and puts the
+token into the cache, and two attend; of a prompt without padding, one rotates, one packs and one attends.
+mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them. Mixed heads
+may have states of what has left their windows, by `delayed.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.fast.parts import FastNorm, MergedProjection
 from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.fast.two_streams import two_streams
@@ -23,8 +26,10 @@ from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings, branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
+from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_kernels import prompt_inputs
 from deltanet_kernels.prompt.calls import PromptInputsCall
@@ -44,11 +49,14 @@ attend by `scaling`, project."""
 
 
 def is_packed(attention: Any) -> bool:
-    """Whether `FastPacked` computes it: softmax or windows of known families, all with a cache in 8 or 4 bits."""
-    return all(map(_is_known, branches_of(attention).values()))
+    """Whether `FastPacked` computes it: softmax or windows of known families, and mixed heads of these and of states
+    that `FastDelayedRule` serves, all with a cache in 8 or 4 bits."""
+    return not isinstance(attention, Mixer) and all(map(_is_known, branches_of(attention).values()))
 
 
 def _is_known(branch: Any) -> bool:
+    if isinstance(branch, Mixer):
+        return FastDelayedRule.serves(branch)
     family: Any = type(branch).__bases__[1] if isinstance(branch, (PackedSoftmax, WindowAttention)) else object
     family = family.__bases__[1] if issubclass(family, FarSoftmax) else family
     return family.__name__ in FAMILIES and branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear
@@ -65,9 +73,11 @@ class FastPacked:
     takes_prompt_length = True
 
     def __init__(self, plain: Any, may_move: bool) -> None:
-        self._plain, self._branches = plain, list(branches_of(plain).values())
-        self._project = MergedProjection([getattr(one, name) for one in self._branches for name in QKV], may_move)
-        self._norms = [_norms(one) for one in self._branches]
+        self._plain, branches = plain, branches_of(plain).values()
+        self._heads = [_heads(one) for one in branches]
+        self._output_layers = [one.o_proj for one in branches]
+        linears = [linear for heads in self._heads for linear in heads.readers if linear is not None]
+        self._project = MergedProjection(linears, may_move)
 
     def __call__(
         self,
@@ -102,7 +112,7 @@ class FastPacked:
     def _parts(self, cache: Any) -> Sequence[MixerCacheLayer | None]:
         """The layer's part of a cache, or None without one, for each branch; empty if the cache is of another kind."""
         if cache is None:
-            return [None] * len(self._branches)
+            return [None] * len(self._heads)
         own = self._plain.place_cache(cache)
         parts = list(getattr(own, "parts", {"": own}).values())
         fit = all(part.unmovable is None and (not part.state or "key_codes" in part.state) for part in parts)
@@ -121,17 +131,40 @@ class FastPacked:
         """
         outputs = iter(self._project(x))
         calls = []
-        for branch, norms, part in zip(self._branches, self._norms, parts, strict=True):
-            q, k, v = (next(outputs).unflatten(-1, (-1, branch.head_dim)) for _ in QKV)
-            q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
-            calls.append(functools.partial(_attended, branch, part, (q, k, v), angles, prompt_length))
-        if len(calls) == 1:
-            return self._branches[0].o_proj(calls[0]())  # type: ignore[no-any-return]
-        first, second = self._branches
-        attended = two_streams(calls[0], calls[1], x.device)
-        total: Tensor = first.o_proj(attended[0])
-        total.flatten(0, 1).addmm_(attended[1].flatten(0, 1), second.o_proj.weight.t())  # no bias: head_split.py
+        for heads, part in zip(self._heads, parts, strict=True):
+            own = [None if linear is None else next(outputs) for linear in heads.readers]
+            calls.append(functools.partial(heads.attended, x, own, part, angles, prompt_length))
+        attended = _together(calls, x.device)
+        first, *others = self._output_layers
+        total: Tensor = first(attended[0])
+        for layer, one in zip(others, attended[1:], strict=True):
+            total.flatten(0, 1).addmm_(one.flatten(0, 1), layer.weight.t())  # no bias: head_split.py
         return total
+
+
+class _Heads(NamedTuple):
+    """One kind of heads."""
+
+    readers: Sequence[nn.Module | None]
+    """The linear layers that read the input; None for one that a mixer lacks."""
+    attended: Callable[..., Tensor]
+    """[B, T, heads * D] of the input, the outputs of `readers`, cache, angles and prompt length."""
+
+
+def _heads(branch: Any) -> _Heads:
+    if isinstance(branch, Mixer):
+        return _Heads(branch.readers, functools.partial(_mixed, FastDelayedRule.of(branch, may_move=False)))
+    readers = [getattr(branch, name) for name in QKV]
+    return _Heads(readers, functools.partial(_attended, branch, _norms(branch)))
+
+
+def _together(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
+    """The results of calls that do not depend on each other."""
+    first, *others = calls
+    if not others:
+        return [first()]
+    result, results = two_streams(first, lambda: _together(others, device), device)
+    return [result, *results]
 
 
 def _is_simple(part: MixerCacheLayer, length: int) -> bool:
@@ -145,15 +178,34 @@ def _norms(branch: Any) -> list[FastNorm | None]:
     return [None if norm is None else FastNorm(norm) for norm in norms]
 
 
+def _mixed(
+    branch: FastDelayedRule,
+    x: Tensor,
+    outputs: Sequence[Tensor | None],
+    cache: MixerCacheLayer | None,
+    angles: PositionEmbeddings,
+    prompt_length: Tensor | None,
+) -> Tensor:
+    """Window and state of one kind of heads, as `_attended`."""
+    call = LayerCall(cache, None, None, None, prompt_length)
+    output, state = branch.attend(branch.projected(x, outputs), angles, call)
+    if cache is not None:
+        cache.advance(x.shape[1], state)
+    return output.flatten(2)
+
+
 def _attended(
     branch: Any,
+    norms: Sequence[FastNorm | None],
+    x: Tensor,
+    outputs: Sequence[Tensor],
     cache: MixerCacheLayer | None,
-    qkv: Sequence[Tensor],
     angles: Angles,
     prompt_length: Tensor | None,
 ) -> Tensor:
-    """The attention of one kind of heads [B, T, heads * D] to their q, k and v [B, T, heads, D]."""
-    q, k, v = qkv
+    """The attention of one kind of heads [B, T, heads * D], from the projections of x for q, k and v."""
+    q, k, v = (y.unflatten(-1, (-1, branch.head_dim)) for y in outputs)
+    q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
     scale = turn = None
     if isinstance(branch, WindowAttention):
         angles, turn = window_angles(angles, branch.sink_bound, cache, q.shape[1])

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.runtime import interpreter
 
 from deltanet_kernels.gated_delta_rule import chips
 from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
@@ -32,19 +30,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-
-
-@pytest.fixture
-def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts float32 off where it makes bfloat16; GPUs round."""
-    convert = interpreter._convert_float
-
-    def rounded(x: Any, source: Any, wanted: Any, mode: Any) -> Any:
-        if source == triton.language.float32 and wanted == triton.language.bfloat16:
-            return torch.from_numpy(x).bfloat16().view(torch.uint16).numpy()
-        return convert(x, source, wanted, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64
 from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
 from deltanet_kernels.group_rule.calls import GroupRuleCall
+from deltanet_kernels.group_rule.chunk import chunk_group_triton, segments_for
 from tests.kernels.cases import (
     Case,
     as_double,
@@ -51,6 +52,11 @@ INTERPRETED = {
 }  # fmt: skip
 CHOSEN = [(case, C) for case in CASES for C in ((32, 64) if GPU else INTERPRETED.get(case.name, ()))]
 pytorch, triton = by_pytorch(chunk_group_gated_delta_rule), by_triton(chunk_group_gated_delta_rule)
+
+
+def segmented(**given: Any) -> tuple[Tensor, Tensor | None]:
+    """The Triton form with every sequence cut into four segments."""
+    return chunk_group_triton(GroupRuleCall(**given), 4)
 
 
 def arguments(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Any]:
@@ -124,6 +130,30 @@ def test_triton_in_half_precision() -> None:
         assert_close(found, truth_of(case, torch.float16), 1.5 * torch.finfo(torch.float16).eps)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("case", "C"),
+    [
+        (Case("rows, 3 queries a state", T=4 * 64 - 5, B=2, HQ=3, K=24), 64),
+        (Case("one head forgets, no state", T=200, H=2, g="heads", initial_state=False), 32),
+        (Case("all is forgotten, an empty segment", T=6 * 64, g="tokens"), 64),
+    ],
+    ids=str,
+)
+def test_segments_are_exact(case: Case, C: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks_of(C, monkeypatch)
+    assert_close(results(segmented, arguments(case, torch.float32, DEVICE)), truth_of(case), 3e-6)
+
+
+def test_long_sequences_are_cut_where_the_chip_is_idle() -> None:
+    """By programs, chunks of a sequence and size of the keys: the number of segments on 132 multiprocessors."""
+    for programs, chunks, K, wanted in (
+        (3, 128, 64, 16), (6, 40, 64, 8), (6, 39, 64, 1), (3, 512, 64, 32), (12, 512, 64, 8), (33, 512, 128, 4),
+        (34, 512, 128, 1), (3, 512, 129, 1),
+    ):  # fmt: skip
+        assert segments_for(programs, chunks, K, 132) == wanted
+
+
 @pytest.mark.parametrize("form", [pytorch, triton], ids=["pytorch", "triton"])
 def test_a_query_sees_exactly_the_groups_before_its_own(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of a token's output: zero for its own group and later ones, of every earlier token not."""
@@ -163,13 +193,11 @@ def test_strides_of_every_kind() -> None:
 
 def test_registered_operator_is_sound() -> None:
     """Schema and fake implementation agree with what the operator does."""
-    import deltanet_kernels.group_rule.chunk  # noqa: F401 (registers it)
-
     given = arguments(Case("opcheck", T=9, HQ=2), torch.float32, DEVICE)
     tensors = [given[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
     torch.library.opcheck(
         torch.ops.deltanet.group_forward.default,
-        (*tensors, 1.0, True, True, True),
+        (*tensors, 1.0, True, True, True, 4),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -218,12 +246,31 @@ def test_every_head_size_and_group(K: int, HQ: int, T: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_integers_bit_for_bit(K: int, half: torch.dtype) -> None:
-    assert_integers_exact(triton, naive_group_gated_delta_rule, half, K)
+@pytest.mark.parametrize("form", [triton, segmented], ids=["uncut", "segments"])
+def test_integers_bit_for_bit(form: Any, K: int, half: torch.dtype) -> None:
+    assert_integers_exact(form, naive_group_gated_delta_rule, half, K)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
-def test_hundred_runs_are_identical(K: int) -> None:
+@pytest.mark.parametrize("form", [triton, segmented], ids=["uncut", "segments"])
+def test_hundred_runs_are_identical(form: Any, K: int) -> None:
     given = arguments(Case("repeat", T=320, B=2, H=2, K=K), torch.bfloat16, DEVICE)
-    assert_repeats(lambda: results(triton, given), 100)
+    assert_repeats(lambda: results(form, given), 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("3 queries a state", T=500, B=2, HQ=3, K=64),
+        Case("whole chunks, 3 queries a state", T=512, HQ=3, K=128),
+        Case("nothing decays", T=512, H=2, K=64, g="zero"),
+        Case("one head forgets", T=512, H=2, K=128, g="heads"),
+    ],
+    ids=str,
+)
+def test_segments_in_bfloat16(case: Case) -> None:
+    given = arguments(case, torch.bfloat16, DEVICE)
+    plain = plainly_in(torch.bfloat16, given, naive_group_gated_delta_rule)
+    assert_as_good(results(segmented, given), plain, truth_of(case, torch.bfloat16), torch.bfloat16)

@@ -14,6 +14,7 @@ from torch import Tensor
 from deltanet_kernels import group_gated_delta_step_, group_gates, naive_gated_delta_rule, pack_prompt, round_tokens
 from deltanet_kernels.group_rule.calls import GroupStepCall
 from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
+from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
 
@@ -28,6 +29,7 @@ def step(
     ordered: bool = True,
     turned: int = D,
     int8: bool = True,
+    gated: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> GroupStepCall:
     """A call on CPU, of sequences of so many tokens and so many query heads, states and key heads."""
@@ -51,29 +53,31 @@ def step(
     angle = normal(B, 1, turned)
     rotation = (angle.cos().to(dtype), angle.sin().to(dtype)) if turned else (None, None)
     state = (codes.to(torch.int8), scale) if int8 else ((codes * scale.unsqueeze(-1)).bfloat16(), None)
+    token = PackedStepCall(
+        *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * GROUPS + 1, 4, None, 0.3, None,
+        *rotation, edge=32,
+    )  # fmt: skip
+    z, norm_weight = (normal(B, 1, HQ, D).to(dtype), normal(HQ, D).to(dtype)) if gated else (None, None)
     return GroupStepCall(
-        normal(B, 1, HQ, D).to(dtype), normal(B, 1, H).to(dtype), normal(B, 1, H).to(dtype), normal(H), normal(H),
-        cache, *waiting, *state, 4, *rotation, None, 2,
+        normal(B, 1, H).to(dtype), normal(B, 1, H).to(dtype), normal(H), normal(H), token, *waiting, *state,
+        normal(B, 1, HQ).to(dtype), normal(HQ), normal(HQ), z, norm_weight, 1e-6, 2,
     )  # fmt: skip
 
 
-def copied(call: GroupStepCall, device: str = "cpu") -> GroupStepCall:
-    def copy(x: Any) -> Any:
-        return x.clone().to(device) if isinstance(x, Tensor) else x
-
-    return call._replace(
-        cache=PackedKeyValues(*map(copy, call.cache)),
-        **{name: copy(x) for name, x in call._asdict().items() if name != "cache"},
-    )
+def copied(call: Any, device: str = "cpu") -> Any:
+    """The call with tensors of its own, those of calls within it too."""
+    if isinstance(call, tuple):
+        return type(call)(*(copied(x, device) for x in call))
+    return call.clone().to(device) if isinstance(call, Tensor) else call
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"ordered": False, "turned": 0, "heads": (2, 2, 2)},
+        {"ordered": False, "turned": 0, "heads": (2, 2, 2), "gated": False},
         {"bits": 8, "ordered": False, "turned": 32, "int8": False, "heads": (4, 4, 2)},
-        {"dtype": torch.float16, "heads": (3, 1, 1)},
+        {"dtype": torch.float16, "turned": 0, "heads": (3, 1, 1)},
     ],
     ids=str,
 )
@@ -82,10 +86,12 @@ def test_the_kernel(changes: dict[str, Any]) -> None:
     call = step(**changes)
     ours, theirs = copied(call, DEVICE), copied(call)
     found, wanted = triton(*ours), pytorch(*theirs)
-    precision = 2e-3 if call.q.dtype == torch.float16 else 2e-6
+    precision = 2e-3 if call.token.q.dtype == torch.float16 else 5e-6  # of a packed step
     torch.testing.assert_close(found.cpu(), wanted, rtol=precision, atol=precision)
     for name in ("g", "beta"):
         torch.testing.assert_close(getattr(ours, name).cpu(), getattr(theirs, name), rtol=0, atol=0)
+    for x, other in zip(ours.token.cache.tensors, theirs.token.cache.tensors, strict=True):
+        torch.testing.assert_close(x.cpu(), other, rtol=0, atol=0)
     if call.state_scale is None:
         torch.testing.assert_close(ours.state.cpu(), theirs.state)
     else:  # a number in the middle of two may be rounded to either
@@ -106,18 +112,31 @@ def test_a_state_is_rounded_to_127_steps_of_the_largest_number_of_a_row() -> Non
 def test_only_where_a_group_leaves_the_state_changes() -> None:
     call = step(tokens=(64, 95, 96, 127, 128))
     before = call.state.clone()
-    pytorch(*call)
+    group_gated_delta_step_(*call)
     assert [bool((x != y).any()) for x, y in zip(before, call.state, strict=True)] == [False, False, True, False, True]
+
+
+def test_another_window_than_that_of_the_cache_is_refused() -> None:
+    call = step()
+    with pytest.raises(ValueError, match="got window=33 and edge=32 of 2 groups, needs 65 and 32"):
+        group_gated_delta_step_(*call._replace(token=call.token._replace(window=33)))
+
+
+def test_what_the_operator_changes() -> None:
+    from deltanet_kernels.group_rule.step import group_step_op_
+
+    torch.library.opcheck(group_step_op_.op, group_step_op_.flat(copied(step(tokens=(96,)), DEVICE)))
 
 
 def test_the_leaving_group_is_written_by_the_rule_without_sinks() -> None:
     """The first group that leaves, into a state of zeros, from the numbers that its codes stand for."""
     call = step(tokens=(96,), ordered=False, int8=False)
     call.state.zero_()
-    held = call._replace(state=call.state.double(), q=call.q.double())
+    q, k, v = (x.double() for x in call.token[:3])
+    held = call._replace(state=call.state.double(), token=call.token._replace(q=q, k=k, v=v))
     from deltanet_kernels.packed_cache.layout import unpacked
 
-    k, v = (x.transpose(1, 2)[:, :32].repeat_interleave(2, 2) for x in unpacked(call.cache[:4], torch.float64))
+    k, v = (x.transpose(1, 2)[:, :32].repeat_interleave(2, 2) for x in unpacked(call.token.cache[:4], torch.float64))
     k, v = k[:, 4:], v[:, 4:]
     g, beta = (x[:, 4:32].double() for x in (call.g, call.beta))
     _, wanted = naive_gated_delta_rule(k, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)

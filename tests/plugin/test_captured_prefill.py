@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "states and windows": lambda: tiny_student("llama", mixer="gated_deltanet+window", window=33, sinks=2),
     "states and windows in 4 bits": lambda: set_cache_bits(
         tiny_student("llama", mixer="gated_deltanet+window", window=33), 4
+    ),
+    "softmax beside states in 4 bits": lambda: set_cache_bits(
+        tiny_mixture("llama", replace(mixed_mixture_table(), layers=("far",) * 4)), 4
     ),
     "convolutions": lambda: tiny_student("llama", profile="qwen3_5"),
     "another rule": lambda: tiny_student("llama", mixer="titans"),

@@ -16,12 +16,14 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf.fast import FastDecoder
 from deltanet_hf.fast.decoder import FastLayer
 from deltanet_hf.fast.parts import FastNorm, Sum, form_of
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels import rms_norm
 from deltanet_kernels.dispatch import Operator
 from deltanet_kernels.residual_norm import rms_norm_triton
 from support.replayed_step import LEAVES_MEMORY, is_view
-from support.tiny_models import mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
+from support.tiny_models import mixed_heads, mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOKENS = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(6))
@@ -139,6 +141,21 @@ def test_launches_of_a_step(window: dict[str, int], most: int) -> None:
     assert names.count("silu_product_op") == 1
     assert not {"add", "pow", "mean", "rsqrt", "cat", "clone"} & set(names)
     assert len(names) <= most, " ".join(names)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+def test_states_of_what_has_left_add_no_launches_to_a_step() -> None:
+    """In 4 bits, beside a softmax head: one product, a step and o_proj of each kind, and the feed-forward block."""
+    state = LayerTable.preset(1, "gated_deltanet+window", window=40).only_kind.settings.to_dict()
+    names: list[list[str]] = []
+    for heads in (mixed_heads("softmax", "window", window=40), mixed_heads("softmax", "linear", linear=state)):
+        model = tiny_mixture("llama", LayerTable({"own": heads}, ("own",)), head_dim=64)
+        set_cache_bits(model.bfloat16(), 4)
+        names.append(launches(model, FastLayer(model.model.layers[0], True), 1, 7))
+    windows, states = names
+    assert len(windows) == 10
+    assert states == [*windows[:2], "group_step_op_", *windows[3:]]
 
 
 @torch.no_grad()

@@ -146,24 +146,30 @@ def read(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
+def states(**changes: Any) -> Kind:
+    """A state beside a window of 20 tokens."""
+    return LayerTable.preset(1, "gated_deltanet+window", window=20, **changes).only_kind
+
+
 @torch.no_grad()
+@pytest.mark.usefixtures("rounding_to_nearest")
 @pytest.mark.parametrize(
-    ("family", "kind", "changes"),
+    ("family", "kind", "changes", "step"),
     [
-        ("qwen3", mixed_heads("softmax", "window", window=20), {}),
-        ("gemma3_text", mixed_heads("softmax", "window", window=20), {"layer_types": ["full_attention"]}),
+        ("qwen3", mixed_heads("softmax", "window", window=20), {}, "packed_step_"),
         (
-            "llama",
-            LayerTable.preset(
-                1, "gated_deltanet+window", window=20, sinks=2, state_dtype="float32", delayed=False
-            ).only_kind,
-            {},
+            "gemma3_text",
+            mixed_heads("softmax", "window", window=20),
+            {"layer_types": ["full_attention"]},
+            "packed_step_",
         ),
+        ("llama", states(sinks=2, state_dtype="float32", delayed=False), {}, "packed_step_"),
+        ("llama", states(state_dtype="int8"), {}, "group_gated_delta_step_"),
     ],
-    ids=["qwen3", "gemma3", "window and state"],
+    ids=["qwen3", "gemma3", "window and state", "state of what has left"],
 )
 def test_packed_caches_in_the_fast_form(
-    family: str, kind: Kind, changes: dict[str, Any], send: Callable[[str], list[str]]
+    family: str, kind: Kind, changes: dict[str, Any], step: str, send: Callable[[str], list[str]]
 ) -> None:
     """A prompt and three steps, beyond the window and over the end of a group of 32 tokens, beside the plain form."""
     model = tiny_mixture(family, LayerTable({"own": kind}, ("own",)), head_dim=64, **changes).to(DEVICE)
@@ -173,7 +179,7 @@ def test_packed_caches_in_the_fast_form(
         wanted = read(model)
     assert "prompt_inputs" not in calls
     torch.testing.assert_close(read(model), wanted, rtol=1e-4, atol=1e-4)
-    assert {"prompt_inputs", "pack_prompt", "packed_step_"} <= set(calls)
+    assert {"prompt_inputs", "pack_prompt", step} <= set(calls)
 
 
 @torch.no_grad()

@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import PreTrainedConfig
 
 import gpu_tests
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import measure
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.window import WindowAttention
 from measuring.rows import RowFile
 from measuring.study.front import load_items
 from measuring.study.hybrid_row import KL, SHARES
@@ -77,6 +81,12 @@ def check_items(results: Path) -> None:
             score, scale = clusters[name].score, 1 if name in KL else 100
             assert row[name] == pytest.approx(scale * score.value, abs=2e-5 * scale), (row["run"], name)
             assert row[f"{name}_se"] == pytest.approx(scale * score.stderr, abs=2e-5 * scale), (row["run"], name)
+
+
+def test_the_table_of_rules_has_every_rule() -> None:
+    rules = yaml.safe_load((ROOT / "recipes/results/rules.yaml").read_text())["rows"]
+    attention = {WindowAttention.name, MixedHeads.name}  # which have no rule of their own
+    assert sorted(row["rule"] for row in rules) == sorted(MIXERS.keys() - attention)
 
 
 def test_a_table_without_results_is_empty(tmp_path: Path) -> None:

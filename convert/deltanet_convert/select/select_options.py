@@ -40,13 +40,11 @@ class SelectOptions(Options):
     revision: Annotated[
         str | None, Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch")
     ] = None
-    out: Annotated[Path, Option(help="File to write; `deltanet-hf convert --keep FILE` reads it.")] = Path(
-        "selection.json"
-    )
+    out: Annotated[Path, Option(help="File to write; `convert --keep FILE` reads it.")] = Path("selection.json")
     unit: Annotated[
         str | None,
         Option(
-            help=f"Choose whole layers or single key/value heads: {', '.join(UNITS)}.",
+            help=f"Choose layers or single key/value heads: {', '.join(UNITS)}.",
             show_default="layer; kv_head where windows are planned",
         ),
     ] = None

@@ -33,16 +33,12 @@ def add_tile(s, v_ND, top, total, sums, EXACT: tl.constexpr, PRECISION: tl.const
     return higher, total, sums
 
 
-@triton.jit(do_not_specialize=["spans"])
-def combine_kernel(
-    parts, weights, o, lse, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GAPS: tl.constexpr
-):
-    """One program per row and query head: o [B, HQ, D] from a [B, HQ, spans, D] and m, t [B, HQ, spans, 2].
+@triton.jit
+def combined(parts, weights, r, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GAPS: tl.constexpr):
+    """The output [BD] and the log-sum-exp of the scores of number r of a [.., spans, D] and m, t [.., spans, 2].
 
-    The log-sum-exp of the scores goes to lse [B, HQ], if it is not None. GAPS: parts of spans without a token are not
-    written.
+    GAPS: parts of spans without a token are not written.
     """
-    r = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, BN), tl.arange(0, BD)
     parts += r * spans * D
     weights += r * spans * 2
@@ -64,7 +60,21 @@ def combine_kernel(
         total = total * fade + tl.sum(p * total_N, axis=0)
         sums = sums * fade + tl.sum(p[:, None] * sums_ND, axis=0)
         top = higher
+    output = sums / tl.where(total == 0.0, 1.0, total)  # 0 where nothing is seen
+    return output, (top + tl.log2(total)) / LOG2E
+
+
+@triton.jit(do_not_specialize=["spans"])
+def combine_kernel(
+    parts, weights, o, lse, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GAPS: tl.constexpr
+):
+    """One program per row and query head: o [B, HQ, D] from a [B, HQ, spans, D] and m, t [B, HQ, spans, 2].
+
+    The log-sum-exp of the scores goes to lse [B, HQ], if it is not None.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    output, lse_r = combined(parts, weights, r, spans, D, BD, BN, GAPS)
     if lse is not None:
-        tl.store(lse + r, (top + tl.log2(total)) / LOG2E)
-    sums = sums / tl.where(total == 0.0, 1.0, total)  # 0 where nothing is seen
-    tl.store(o + r * D + d, sums.to(o.dtype.element_ty), mask=d < D)
+        tl.store(lse + r, lse_r)
+    d = tl.arange(0, BD)
+    tl.store(o + r * D + d, output.to(o.dtype.element_ty), mask=d < D)

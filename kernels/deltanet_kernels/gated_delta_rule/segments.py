@@ -151,20 +151,19 @@ def _compose_kernel(
     at = states + d[:, None] * V + e[None, :]
     first = SEGMENTS - 1 if REVERSE else 0
     S = tl.load(at + ((n * SEGMENTS + first) * HV + head) * K * V, mask=mS, other=0.0)
-    for step in range(SEGMENTS - 1):
+    for step in tl.range(0, SEGMENTS - 1, num_stages=2):
         s = SEGMENTS - 1 - step if REVERSE else step
         segment = (n * SEGMENTS + s) * HV + head
         to = at + (segment - HV if REVERSE else segment + HV) * K * V
-        S_in = S
-        S = tl.load(to, mask=mS, other=0.0)
+        # Nothing is read behind a branch, so that no load waits for another.
         start, stop = load_span(table, n, head, s, M_PASS, HV, SEGMENTS)
-        if start <= stop:
-            if REVERSE:
-                M_tile = tl.load(M + segment * K * K + d[None, :] * K + d[:, None], mask=mM, other=0.0)
-            else:
-                M_tile = tl.load(M + segment * K * K + d[:, None] * K + d[None, :], mask=mM, other=0.0)
-            S += tl.dot(M_tile, S_in, input_precision=PRECISION)
-            tl.store(to, S, mask=mS)
+        if REVERSE:
+            M_tile = tl.load(M + segment * K * K + d[None, :] * K + d[:, None], mask=mM, other=0.0)
+        else:
+            M_tile = tl.load(M + segment * K * K + d[:, None] * K + d[None, :], mask=mM, other=0.0)
+        N = tl.load(to, mask=mS, other=0.0)
+        S = N + tl.where(start <= stop, tl.dot(M_tile, S, input_precision=PRECISION), 0.0)
+        tl.store(to, S, mask=mS)
 
 
 def compose(

@@ -68,7 +68,7 @@ def states_kernel(
     if TRANSITION:
         linear = i_v >= NV
         e = tl.where(linear, e - NV * BV, e)
-        me = tl.where(linear, V, e) < V
+        me = e < V
     mS = me[:, None] & md[None, :]
     d_half = tl.arange(0, BK // 2)
     at_half = e[:, None] * K + d_half[None, :]
@@ -113,6 +113,8 @@ def states_kernel(
             T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + square)
         v_mask = live[None, :] & me[:, None]
         if TRANSITION:
+            # By rows: of a mask that is not the same for adjacent columns Triton would not prefetch the loads.
+            v_mask = (i < tl.where(linear, 0, valid))[None, :] & me[:, None]
             v_tile = tl.load(v_base + token * v_token + v_at, mask=v_mask, other=0.0)
         else:
             v_tile = load_tile(v_base + token * v_token + v_at, v_mask, FULL)

@@ -19,9 +19,14 @@ caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N
     read.py               the outputs of one group, for both
     states_backward.py    the gradients of the states, after query_sums.py if query heads share states
     gradients_queries.py  the gradients of the queries
-    calls.py              the call and its check
+    gates.py              the gates of a prompt on CUDA
+    step.py               one token beside a packed window on CUDA: its launches
+    step_kernels.py       its kernels, before and after the window's attention
+    cpu_step.py           both in PyTorch
+    calls.py              the calls and their checks
     rounding.py           states in 8 bits
 
-From gated_delta_rule/ come the stages before the states, without their scores, and with GROUPS the other gradients
-(gradients_pairs.py, gradients_inputs.py) or all of them (gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.
+From gated_delta_rule/ come the stages before the states, without their scores, the segments of long sequences
+(segments.py), and with GROUPS the other gradients (gradients_pairs.py, gradients_inputs.py) or all of them
+(gradients_64.py, hopper/gradients_128.py) by `chips.KERNELS`.
 """

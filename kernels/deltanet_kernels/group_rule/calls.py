@@ -7,9 +7,13 @@ from torch import Tensor
 
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.packed_cache.layout import GROUP, PackedKeyValues
+from deltanet_kernels.packed_cache.calls import PackedStepCall
+from deltanet_kernels.packed_cache.checks import check_packed_step
+from deltanet_kernels.packed_cache.layout import GROUP
 from deltanet_kernels.prompt.calls import GateValuesCall
 from deltanet_kernels.prompt.checks import check_gate_values
+from deltanet_kernels.window.calls import WindowMixtureCall
+from deltanet_kernels.window.checks import check_window_mixture
 
 
 class GroupRuleCall(NamedTuple):
@@ -103,67 +107,79 @@ def check_group_gates(call: GroupGatesCall) -> None:
 
 
 class GroupStepCall(NamedTuple):
-    """Reads the state of what has left a window with the next token of each sequence. No gradients.
+    """Puts the next token of each sequence into a packed cache, as `packed_step_`, and mixes what it attends to with
+    what it reads from a state of what has left that window. No gradients.
 
-        o = scale * normalised(rotated(q))^T S
+        read = D^-0.5 * normalised(rotated(q))^T S;  o = `window_mixture` of both
 
-    The window is a packed cache of N groups before that of the token. If the token begins a group, the group that is N
-    + 1 before it leaves: first its tokens, but no sinks, are written into S by `chunk_gated_delta_rule`, with the gates
-    that waited for them. Then those of the token, g = -exp(A_log) softplus(a + dt_bias) and beta = limit sigmoid(b),
-    take their place. `packed_step_` then puts the token into the cache. S, its scales and the gates change in place.
+    If the token begins a group, the group that is N + 1 before it leaves: first its tokens, but no sinks, are written
+    into S by `chunk_gated_delta_rule`, with the gates that waited for them. Those of the token, g = -exp(A_log)
+    softplus(a + dt_bias) and beta = max_strength sigmoid(b), take their place. S, its scales, the gates and the cache
+    change in place. On CUDA these are three kernels, as many as of `packed_step_`.
 
     Args:
-        q: the token's queries [B, 1, HQ, D].
-        a, b: logits of its gates [B, 1, H]; A_log, dt_bias: [H].
-        cache: before the token, with N > 0 groups and key heads that divide the H states.
+        a, b: logits of the token's gates [B, 1, H]; A_log, dt_bias: [H].
+        token: q, k, v, cache and rotation, of a window of N > 0 whole groups before that of the token, whose key heads
+            divide the H states; without indices.
         g, beta: the gates that wait [B, 32 (N + 1), H] bfloat16, token n in the place n % (32 (N + 1)).
         state: S [B, H, D, D], or with state_scale its numbers int8 in units of the scale of their row.
         state_scale: [B, H, D] float32; with it S is rounded whenever a group has been written.
-        sinks: first tokens of a sequence that are never written.
-        cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D; None for none.
-        scale: factor of the output, D**-0.5 by default.
-        limit: the greatest beta, 1 or 2.
+        share_logit: [B, 1, HQ]; far_slope, near_slope: [HQ].
+        z, norm_weight, eps: as for `window_mixture`.
+        max_strength: the greatest beta, 1 or 2.
 
     Returns:
         o [B, 1, HQ, D] in the dtype of q.
 
     Raises:
-        ValueError: shapes or head counts that do not fit, or gradients are required.
+        ValueError: shapes, head counts or a window that do not fit, or gradients are required.
         TypeError: dtypes that do not fit.
     """
 
-    q: Tensor
     a: Tensor
     b: Tensor
     A_log: Tensor
     dt_bias: Tensor
-    cache: PackedKeyValues
+    token: PackedStepCall
     g: Tensor
     beta: Tensor
     state: Tensor
-    state_scale: Tensor | None = None
-    sinks: int = 0
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    scale: float | None = None
-    limit: int = 1
+    state_scale: Tensor | None
+    share_logit: Tensor
+    far_slope: Tensor
+    near_slope: Tensor
+    z: Tensor | None = None
+    norm_weight: Tensor | None = None
+    eps: float = 1e-6
+    max_strength: int = 1
 
     @property
-    def factor(self) -> float:
-        """The factor of the output: `scale`, or D**-0.5 by default."""
-        return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)
+    def places(self) -> int:
+        """The tokens that one which begins a group sees, itself and the sinks included."""
+        return GROUP * self.token.cache.groups + 1 + self.token.sinks
+
+    def mixture(self, window_output: Tensor, lse: Tensor, read: Tensor) -> WindowMixtureCall:
+        """That of the window's and the state's outputs, with the token in the cache."""
+        numbers = self.token.cache.lengths.unsqueeze(1)
+        mixing = window_output, lse, read, self.share_logit, self.far_slope, self.near_slope
+        return WindowMixtureCall(*mixing, self.places, None, numbers, self.z, self.norm_weight, self.eps, GROUP)
 
 
 def check_group_step(call: GroupStepCall) -> None:
     """Check the arguments of a call; raises ValueError or TypeError."""
-    q, state, cache = call.q, call.state, call.cache
-    (B, HK, groups, D), H = cache.key_scales.shape, state.shape[1]
-    if groups < 1 or H % HK or q.dim() != 4 or q.shape[2] % H:
+    token, state = call.token, call.state
+    check_packed_step(token)
+    q, (B, HK, groups, D), H = token.q, token.cache.key_scales.shape, state.shape[1]
+    if groups < 1 or H % HK or q.shape[2] % H:
         raise ValueError(
-            f"got {q.shape[-2]} query heads, {H} states, {HK} key heads and {groups} groups; each number of heads "
+            f"got {q.shape[2]} query heads, {H} states, {HK} key heads and {groups} groups; each number of heads "
             "needs to divide the one before, and a group to be there"
         )
-    checks.require_shape("q", q, (B, 1, q.shape[2], D), "[B, 1, HQ, D] of the cache")
+    if (token.window, token.edge) != (GROUP * groups + 1, GROUP) or token.state_indices is not None:
+        raise ValueError(
+            f"got window={token.window} and edge={token.edge} of {groups} groups, needs {GROUP * groups + 1} and "
+            f"{GROUP}, and no state_indices"
+        )
     for name, x in (("a", call.a), ("b", call.b)):
         checks.require_shape(name, x, (B, 1, H), "[B, 1, H]")
     for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
@@ -177,7 +193,7 @@ def check_group_step(call: GroupStepCall) -> None:
         checks.require_shape("state_scale", call.state_scale, (B, H, D), "[B, H, D]")
     if (state.dtype == torch.int8) != (call.state_scale is not None):
         raise TypeError(f"state: got dtype {state.dtype}, needs torch.int8 with a state_scale and only then")
-    checks.check_rotation(call.cos, call.sin, B, 1, D, q.device)
-    if call.limit not in (1, 2):
-        raise ValueError(f"limit: got {call.limit!r}, needs 1 or 2")
-    checks.refuse_gradients("group_gated_delta_step_", "chunk_group_gated_delta_rule", q, call.a, call.b)
+    if call.max_strength not in (1, 2):
+        raise ValueError(f"max_strength: got {call.max_strength!r}, needs 1 or 2")
+    check_window_mixture(call.mixture(q, q.new_empty(q.shape[:3], dtype=torch.float32), q))
+    checks.refuse_gradients("group_gated_delta_step_", "chunk_group_gated_delta_rule", call.a, call.b)

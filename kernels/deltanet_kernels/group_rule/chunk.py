@@ -23,13 +23,14 @@ from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, ChunkConfig
 from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
-from deltanet_kernels.gated_delta_rule.chunk_forward import scores_and_inverse
+from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward, Results, scores_and_inverse, segment_starts
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype, launch_plan, pinned_config
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
+from deltanet_kernels.gated_delta_rule.segments import MAX_COMPOSED_KEY, compose, composes
 from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall
 from deltanet_kernels.group_rule.gradients_queries import query_gradients_kernel
 from deltanet_kernels.group_rule.outputs import group_outputs_kernel
@@ -56,6 +57,8 @@ class GroupForward(NamedTuple):
     """Compute the final state."""
     keep: bool
     """Return what the backward pass reads."""
+    segments: int
+    """Per sequence (gated_delta_rule/segments.py)."""
 
 
 class Kept(NamedTuple):
@@ -69,10 +72,14 @@ class Kept(NamedTuple):
     """State entering each chunk, transposed [chunks, HV, V, K]."""
     values: torch.Tensor
     """V' [B, T, HV, V]."""
+    M: torch.Tensor
+    """Linear maps of composed segments [B, segments, HV, K, K], float32."""
+    spans: torch.Tensor
+    """Chunks that each pass processes per segment [B, HV, segments, 5, 2], int32."""
 
 
 def _fake_forward(call: GroupForward):
-    q, k, v, _, _, _, _, _, final, keep = call
+    q, k, v, _, _, _, _, _, final, keep, segments = call
     (B, T, HQ, K), (HV, V) = q.shape, v.shape[2:]
     C, HO, kept = pinned_config(k, v).C, max(HQ, HV), kept_dtype(k.dtype)
     count = B * ((T + C - 1) // C)
@@ -83,12 +90,14 @@ def _fake_forward(call: GroupForward):
         k.new_empty((count, HV, C, C) if keep else (0,)),
         k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
+        q.new_empty((B, segments, HV, K, K) if keep and composes(segments, K) else (0,), dtype=torch.float32),
+        q.new_empty((B, HV, segments, 5, 2) if keep and segments > 1 else (0,), dtype=torch.int32),
     )
 
 
 def _forward(call: GroupForward) -> tuple[Any, ...]:
     """As `group_forward`, with None for what is empty."""
-    q, k, v, g, beta, start, scale, norm, final, keep = call
+    q, k, v, g, beta, start, scale, norm, final, keep, segments = call
     q, k, v, g, beta = unit_stride(q), unit_stride(k), unit_stride(v), g.contiguous(), beta.contiguous()
     start = None if start is None else start.contiguous()
     (B, T, HQ, K), (HV, V) = q.shape, v.shape[2:]
@@ -97,39 +106,43 @@ def _forward(call: GroupForward) -> tuple[Any, ...]:
     plan = launch_plan(k, k, v, None, "auto", "decayed")
     config, chunks = plan.config, plan.chunks
     sizes = plan.sizes | {"HQ": HQ, "C": config.C, "FULL": plan.full, "PRECISION": plan.precision}
-    inputs = ChunkInputs(q, k, g, beta, None, None, chunks, scale, False, norm, False, scores=False)
-    _, Tm, factors, _ = scores_and_inverse(inputs, plan)
+    inputs = ChunkInputs(q, k, g, beta, None, None, chunks, scale, False, norm, segments > 1, scores=False)
+    chunk = scores_and_inverse(inputs, plan)
     o = v.new_empty(B, T, HO, V)
+    rule = ChunkForward(q, k, v, g, beta, start, None, None, None, scale, norm, False, final, keep, "auto", segments)
+    starts = segment_starts(rule, plan, chunk, Results(o, None, None, None))
     ht = q.new_empty(B, HV, K, V, dtype=torch.float32) if final else None
     h = k.new_empty(chunks.count, HV, V, K, dtype=kept_dtype(k.dtype)) if stored else None
     vn = k.new_empty(B, T, HV, V, dtype=kept_dtype(k.dtype)) if stored else None
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     BV, warps = slices(config.state_BV, config.state_warps, V, B * HV, multiprocessors(q.device))
     launch(
-        group_states_kernel, B * HV * cdiv(V, BV),
-        q, k, v, factors, Tm, start, o, h, vn, ht, scale, T, B * T, *strides, **sizes, BV=BV, NORM=norm,
-        INITIAL=start is not None, FINAL=final, OUTPUT=HQ <= HV, KEEP=stored, STAGES=config.state_stages,
-        num_warps=warps,
+        group_states_kernel, B * segments * HV * cdiv(V, BV),
+        q, k, v, chunk.factors, chunk.T, starts.states, o, h, vn, ht, starts.spans, scale, T, B * T, *strides, **sizes,
+        BV=BV, NORM=norm, INITIAL=starts.states is not None, FINAL=final, OUTPUT=HQ <= HV, KEEP=stored,
+        SEGMENTS=segments, STAGES=config.state_stages, num_warps=warps,
     )  # fmt: skip
     if HQ > HV:
         BV = config.output_BV
         launch(
             group_outputs_kernel, chunks.count * HV * cdiv(V, BV),
-            q, k, factors, h, vn, o, scale, T, B * T, *strides[:6], **sizes, BV=BV, NORM=norm, KEEP=keep,
+            q, k, chunk.factors, h, vn, o, scale, T, B * T, *strides[:6], **sizes, BV=BV, NORM=norm, KEEP=keep,
             num_warps=config.output_warps, num_stages=1,
         )  # fmt: skip
-    return o, ht, *((factors, Tm, h, vn) if keep else (None,) * 4)
+    return o, ht, *((chunk.factors, chunk.T, h, vn, starts.M, starts.spans) if keep else (None,) * 6)
 
 
 @operator(_fake_forward)
 def group_forward(
     call: GroupForward,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
     """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
     o, ht, *kept = _forward(call)
     q, k = call.q, call.k
     wide = kept_dtype(k.dtype)
-    dtypes = (torch.float32, k.dtype, wide, wide)
+    dtypes = (torch.float32, k.dtype, wide, wide, torch.float32, torch.int32)
     kept = [q.new_empty(0, dtype=dtype) if x is None else x for x, dtype in zip(kept, dtypes, strict=True)]
     return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht, *Kept(*kept)
 
@@ -152,8 +165,8 @@ def group_backward(
 
     Of the initial state it reads only whether there is one.
     """
-    (do, dht), (factors, Tm, h, vn) = upstream, kept
-    q, k, v, g, beta, initial_state, scale, norm, *_ = call
+    (do, dht), (factors, Tm, h, vn, M, table) = upstream, kept
+    q, k, v, g, beta, initial_state, scale, norm, _, _, segments = call
     q, k, v, do, g = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
     plan = launch_plan(q, k, v, None, "auto", "decayed")
@@ -175,10 +188,20 @@ def group_backward(
         )  # fmt: skip
     BV, warps = slices(config.grad_BV, config.grad_warps, V, B * HV, multiprocessors(q.device))
     stages = config.grad_stages if R is None else summed_stages(config, plan.sizes["BK"], BV, k.element_size())
+    programs, start = B * segments * HV * cdiv(V, BV), dht
+    common = sizes | {"BV": BV, "SEGMENTS": segments, "STAGES": stages, "num_warps": warps}
+    if segments > 1:
+        start = q.new_empty(B, segments, HV, K, V, dtype=torch.float32)
+        launch(
+            group_states_backward_kernel, programs,
+            q, k, factors, Tm, do, R, None, dh, dw, start, table, T, B * T, *strides, **common, FINAL=False,
+            INITIAL=True, KEEP=False,
+        )  # fmt: skip
+        compose(M if M.numel() else None, start, dht, table, True, plan.precision)
     launch(
-        group_states_backward_kernel, B * HV * cdiv(V, BV),
-        q, k, factors, Tm, do, R, dht, dh, dw, dh0, T, B * T, *strides, **sizes, BV=BV, FINAL=dht is not None,
-        INITIAL=initial_state is not None, STAGES=stages, num_warps=warps,
+        group_states_backward_kernel, programs,
+        q, k, factors, Tm, do, R, start, dh, dw, dh0, table, T, B * T, *strides, **common, FINAL=start is not None,
+        INITIAL=initial_state is not None, KEEP=True,
     )  # fmt: skip
     dq, dk, dv, dbeta = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, beta))
     dg, none = torch.empty_like(g), q.new_empty(0, dtype=torch.float32)
@@ -229,11 +252,26 @@ def summed_stages(config: ChunkConfig, BK: int, BV: int, element_size: int) -> i
 _chunk = differentiable_call(group_forward, group_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"])
 
 
-def chunk_group_triton(call: GroupRuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+def segments_for(programs: int, chunks_a_row: int, K: int, multiprocessors: int) -> int:
+    """The number of segments per sequence, given that `programs` programs would process uncut sequences.
+
+    Only segments that are composed: where little is forgotten, the others are processed one after the other. On an
+    H200 an uncut chunk takes 1.6 us, so that from some 40 chunks on a cut saves more than its launches cost. Powers of
+    two, since every number is compiled by itself.
+    """
+    if chunks_a_row < 40 or K > MAX_COMPOSED_KEY:
+        return 1
+    for segments in (32, 16, 8, 4):
+        if segments * programs <= multiprocessors and 5 * segments <= chunks_a_row:
+            return segments
+    return 1
+
+
+def chunk_group_triton(call: GroupRuleCall, segments: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`deltanet_kernels.chunk_group_gated_delta_rule` in Triton, for checked arguments.
 
     Precision as in `chunk_gated_delta_rule_triton`. Runs on the current stream, never waits for the device, and gives
-    the same bits every time.
+    the same bits every time. The number of segments per sequence is chosen from the sizes by default.
 
     Raises:
         NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16; gradients in 16 bits
@@ -247,9 +285,13 @@ def chunk_group_triton(call: GroupRuleCall) -> tuple[torch.Tensor, torch.Tensor 
     keep = rule.needs_gradients()
     if keep and k.shape[2] < v.shape[2] and dtype != torch.float32:
         raise NotImplementedError(f"gradients in {dtype} of {k.shape[2]} key heads for {v.shape[2]} value heads")
+    if segments is None:
+        config, (B, T, HV, V) = pinned_config(k, v), v.shape
+        programs = B * HV * cdiv(V, min(config.state_BV, 64))
+        segments = segments_for(programs, T // config.C, k.shape[3], multiprocessors(k.device))
     forward = GroupForward(
         q, k, v, call.g, call.beta, call.initial_state, rule.factor, call.use_qk_l2norm_in_kernel,
-        call.output_final_state, keep,
+        call.output_final_state, keep, segments,
     )  # fmt: skip
     o, ht, *_ = (_chunk if keep else _without_gradients)(forward)
     return o.to(dtype), ht if call.output_final_state else None

@@ -11,8 +11,10 @@ from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupStepCall
 from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
+from deltanet_kernels.packed_cache.reference import torch_packed_step_
 from deltanet_kernels.prompt.calls import GateValuesCall
 from deltanet_kernels.prompt.cpu import torch_gate_values
+from deltanet_kernels.window.cpu_prompt import torch_window_mixture
 
 
 def torch_group_gates(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -33,8 +35,16 @@ def torch_group_gates(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def torch_group_step_(call: GroupStepCall) -> Tensor:
-    """`deltanet_kernels.group_gated_delta_step_` for checked arguments; float32, or float64 for float64 queries."""
-    q, cache, wide = call.q, call.cache, torch.promote_types(call.q.dtype, torch.float32)
+    """`deltanet_kernels.group_gated_delta_step_` for checked arguments."""
+    read = _read(call)  # before the token's group takes the place of the one that leaves
+    return torch_window_mixture(call.mixture(*torch_packed_step_(call.token), read))
+
+
+def _read(call: GroupStepCall) -> Tensor:
+    """What the token reads from its state [B, 1, HQ, D], once the group that leaves is written into it, and its gates
+    wait; float32, or float64 for float64 queries."""
+    token, q = call.token, call.token.q
+    cache, wide = token.cache, torch.promote_types(q.dtype, torch.float32)
     number, groups, row = cache.lengths.long(), cache.groups, torch.arange(len(q), device=q.device)
     state = call.state.to(wide)
     if call.state_scale is not None:
@@ -44,9 +54,9 @@ def torch_group_step_(call: GroupStepCall) -> Tensor:
         first = (number - GROUP * (groups + 1)).clamp_min(0)
         k, v = (x.transpose(1, 2).to(wide) for x in cache.group(first // GROUP % groups, q.dtype))
         times = state.shape[1] // k.shape[2]
-        token = first[:, None] + torch.arange(GROUP, device=q.device)
-        kept = (token >= call.sinks).unsqueeze(-1)
-        g, beta = (x[row[:, None], token % x.shape[1]].to(wide) * kept for x in (call.g, call.beta))
+        leaving = first[:, None] + torch.arange(GROUP, device=q.device)
+        kept = (leaving >= token.sinks).unsqueeze(-1)
+        g, beta = (x[row[:, None], leaving % x.shape[1]].to(wide) * kept for x in (call.g, call.beta))
         k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
         after = torch_recurrent_gated_delta_rule(RuleCall(k, k, v, g, beta, None, state, True, True))[1]
         assert after is not None
@@ -57,11 +67,11 @@ def torch_group_step_(call: GroupStepCall) -> Tensor:
             codes, scale = rounded_to_8_bits(after)
             call.state_scale.copy_(scale.where(changed[..., 0], call.state_scale))
         call.state.copy_(codes.to(call.state.dtype).where(changed, call.state))
-    gates = torch_gate_values(GateValuesCall(call.a, call.b, call.A_log, call.dt_bias, call.limit))
+    gates = torch_gate_values(GateValuesCall(*call[:4], call.max_strength))
     for held, new in zip((call.g, call.beta), gates, strict=True):
         held[row, number % held.shape[1]] = new[:, 0].to(held.dtype)
-    if call.cos is not None and call.sin is not None:
-        q = rotate(q, call.cos, call.sin)
+    if token.cos is not None and token.sin is not None:
+        q = rotate(q, token.cos, token.sin)
     x = q[:, 0].to(wide).unflatten(1, (state.shape[1], -1))  # [B, H, HQ / H, D]
     unit = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-    return (call.factor * (unit @ state)).flatten(1, 2).unsqueeze(1).to(q.dtype)
+    return (x.shape[-1] ** -0.5 * (unit @ state)).flatten(1, 2).unsqueeze(1).to(q.dtype)

@@ -10,6 +10,8 @@ The state between the halves costs no product, since the two updates have the si
 first half alone. As in gated_delta_rule/states.py everything is computed transposed, and one program processes the
 chunks of a sequence in order, with its slice of the state in registers. The norms of the queries are computed here,
 where they are read: nothing else of the forward pass reads them.
+
+A segment changes the state as it does in the rule itself, so gated_delta_rule/states.py computes the maps of segments.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,6 +22,7 @@ import triton.language as tl
 
 from deltanet_kernels.common.tiles import load_tile, store_tile
 from deltanet_kernels.gated_delta_rule.row_factors import middle_decays, output_factors, row_factors, state_factors
+from deltanet_kernels.gated_delta_rule.segments import WALK, load_span
 from deltanet_kernels.group_rule.read import read_state
 
 
@@ -40,19 +43,24 @@ def _wanted(
 
 @triton.jit(do_not_specialize=["T"])
 def group_states_kernel(
-    q, k, v, factors, Tm, h0, o, h, vn, ht, scale, T, tokens,
+    q, k, v, factors, Tm, h0, o, h, vn, ht, table, scale, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Process chunks in order; one program per (sequence, state head, slice of V). OUTPUT requires HQ <= HV."""
+    """Process chunks in order; one program per (sequence, segment, state head, slice of V).
+
+    OUTPUT requires HQ <= HV.
+    """
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
     head = (pid // NV) % HV
-    row = (pid // (NV * HV)).to(tl.int64)
+    segment = pid // (NV * HV)
+    n = segment // SEGMENTS
+    row = n.to(tl.int64)
     i = tl.arange(0, 32)
     d = tl.arange(0, BK)
     e = i_v * BV + tl.arange(0, BV)
@@ -60,7 +68,7 @@ def group_states_kernel(
     me = e < V
     mS = me[:, None] & md[None, :]
     outer = d[None, :] * V + e[:, None]
-    state = row * HV + head
+    state = segment.to(tl.int64) * HV + head
     S = tl.zeros([BV, BK], dtype=tl.float32)
     if INITIAL:
         S += load_tile(h0 + state * K * V + outer, mS, FULL).to(tl.float32)
@@ -80,7 +88,10 @@ def group_states_kernel(
     square = i[:, None] * C + i[None, :]
     dtype = k.dtype.element_ty
     count = tl.cdiv(T, C)
-    for t in tl.range(count * 0, count, num_stages=STAGES):
+    start, stop = count * 0, count
+    if SEGMENTS > 1:
+        start, stop = load_span(table, n, head, segment % SEGMENTS, WALK, HV, SEGMENTS)
+    for t in tl.range(start, stop, num_stages=STAGES):
         first = t * C
         valid = C if FULL else tl.minimum(T - first, C)
         live = i < valid
@@ -133,5 +144,6 @@ def group_states_kernel(
             last = factors + at_row + valid - 1
             fade = tl.where(tl.load(last + plane) > 0.0, 0.0, tl.exp(tl.load(last)))
             S = tl.dot((V_0 * rev[None, :]).to(dtype), k_0, S * fade, input_precision=PRECISION)
-    if FINAL:
-        tl.store(ht + state * K * V + outer, S, mask=mS)
+    if FINAL:  # noqa: SIM102 (known when compiling; the next is not)
+        if (start <= stop) & (stop == count):
+            tl.store(ht + (row * HV + head) * K * V + outer, S, mask=mS)

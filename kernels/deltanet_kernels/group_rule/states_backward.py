@@ -19,6 +19,7 @@ import triton.language as tl
 
 from deltanet_kernels.common.tiles import load_tile, store_tile
 from deltanet_kernels.gated_delta_rule.row_factors import middle_decays, output_factors, row_factors, state_factors
+from deltanet_kernels.gated_delta_rule.segments import N_BACK, WALK_BACK, load_span
 
 
 @triton.jit
@@ -33,21 +34,26 @@ def _add_reads(dS, q_at, do_at, quads, at_row, i, live, md, me, FULL: tl.constex
 
 @triton.jit(do_not_specialize=["T"])
 def group_states_backward_kernel(
-    q, k, factors, Tm, do, R, dht, dh, dw, dh0, T, tokens,
+    q, k, factors, Tm, do, R, dht, dh, dw, dh0, table, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Process chunks in reverse, write dS [V, K] and dW; one program per (sequence, state head, slice of V).
+    """Process chunks in reverse, write dS [V, K] and dW; one program per (sequence, segment, state head, slice of V).
 
     HQ > HV: R is that of query_sums.py, and q and do are not read.
+
+    Not KEEP: compute only N' of each segment, as gated_delta_rule/states_backward.py does.
     """
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
     head = (pid // NV) % HV
-    row = (pid // (NV * HV)).to(tl.int64)
+    segment = pid // (NV * HV)
+    n = segment // SEGMENTS
+    row = n.to(tl.int64)
     i = tl.arange(0, 32)
     d = tl.arange(0, BK)
     e = i_v * BV + tl.arange(0, BV)
@@ -56,7 +62,7 @@ def group_states_backward_kernel(
     mS = me[:, None] & md[None, :]
     at = e[:, None] * K + d[None, :]
     outer = d[None, :] * V + e[:, None]
-    state = row * HV + head
+    state = segment.to(tl.int64) * HV + head
     dS = tl.zeros([BV, BK], dtype=tl.float32)
     if FINAL:
         dS += load_tile(dht + state * K * V + outer, mS, FULL).to(tl.float32)
@@ -75,8 +81,11 @@ def group_states_backward_kernel(
     square = i[:, None] * C + i[None, :]
     dtype = k.dtype.element_ty
     count = tl.cdiv(T, C)
-    for step in tl.range(count * 0, count, num_stages=STAGES):
-        t = count - 1 - step
+    start, stop = count * 0, count
+    if SEGMENTS > 1:
+        start, stop = load_span(table, n, head, segment % SEGMENTS, WALK_BACK if KEEP else N_BACK, HV, SEGMENTS)
+    for step in tl.range(start, stop, num_stages=STAGES):
+        t = stop - 1 - (step - start)
         first = t * C
         valid = C if FULL else tl.minimum(T - first, C)
         live = i < valid
@@ -88,7 +97,8 @@ def group_states_backward_kernel(
         k_0 = load_tile(k_base + token * k_token + k_at, live[:, None] & md[None, :], FULL)
         T_00 = tl.load(tile)
         dS_cast = dS.to(dtype)
-        store_tile(dh + chunk * (K * V) + at, dS_cast, mS, FULL)
+        if KEEP:
+            store_tile(dh + chunk * (K * V) + at, dS_cast, mS, FULL)
         _, _, until, r = row_factors(quads, at_row, i, live, FULL)
         if C == 64:
             late = i + 32 < valid
@@ -126,9 +136,13 @@ def group_states_backward_kernel(
             dW_1 = tl.dot(dV_1.to(dtype), T_11, input_precision=PRECISION)
             _, erase, _, _ = row_factors(quads, at_row + 32, i, late, FULL)
             dS = tl.dot((dW_1 * erase[None, :]).to(dtype), k_1, dS, input_precision=PRECISION)
-            store_tile(dw + own + 32 * HV * V, dW_1, me[:, None] & late[None, :], FULL)
+            if KEEP:
+                store_tile(dw + own + 32 * HV * V, dW_1, me[:, None] & late[None, :], FULL)
         _, erase, _, _ = row_factors(quads, at_row, i, live, FULL)
         dS = tl.dot((dW_0 * erase[None, :]).to(dtype), k_0, dS, input_precision=PRECISION)
-        store_tile(dw + own, dW_0, me[:, None] & live[None, :], FULL)
+        if KEEP:
+            store_tile(dw + own, dW_0, me[:, None] & live[None, :], FULL)
     if INITIAL:
-        tl.store(dh0 + state * K * V + outer, dS, mask=mS)
+        to = row * HV + head if KEEP else state - HV
+        if (start <= stop) & (start == 0 if KEEP else stop >= 0):
+            tl.store(dh0 + to * K * V + outer, dS, mask=mS)

@@ -276,28 +276,17 @@ def pack_kernel(
 
 
 @triton.jit
-def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
-    state_indices, pages, q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row,
-    PLACES: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
-    R: tl.constexpr, ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
+def put_token(
+    number, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, key_order, pages, q, k, v,
+    cos, sin, turned_q, groups, q_row, k_row, v_row, pair, b, h,
+    PLACES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
+    ROPE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head: packs the group that is complete, if it is, and puts a token.
+    """Packs the group that is complete, if it is, and puts the token with this number from 0: head h of row b.
 
     The first R channels of keys and queries are rotated; the queries [B, HQ, D] go to turned_q, if there are any.
     Tokens of q, k and v are x_row elements apart.
     """
-    pair = tl.program_id(0).to(tl.int64)
-    b, h = pair // HK, pair % HK
-    if state_indices is None:
-        number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
-    else:  # row b of the cache is that of the index; the tickets of what sequences share say nothing
-        state_index = tl.load(state_indices + b).to(tl.int64)
-        number = take_ticket(lengths, state_index * PLACES.LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
-        number = tl.where(state_index > 0, number, 0)
-        keys += state_index * PLACES.KEYS_ROW - b * (HK * TOKENS * D)
-        values += state_index * PLACES.VALUES_ROW - b * (HK * TOKENS * D)
-        token_scales += state_index * PLACES.TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
     if key_order is not None:
         key_order += h * (2 * D)
     d = tl.arange(0, D)
@@ -327,3 +316,28 @@ def append_kernel(
         g = tl.arange(0, BM)[:, None]
         new_q = turned(q + b * q_row + (h * HEADS + g) * D, cos, sin, b, d[None, :], g < HEADS, R, ROPE_ROWS)
         tl.store(turned_q + (pair * HEADS + g) * D + d[None, :], new_q.to(turned_q.dtype.element_ty), mask=g < HEADS)
+
+
+@triton.jit
+def append_kernel(
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
+    state_indices, pages, q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row,
+    PLACES: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and key head; the rest is as in `put_token`."""
+    pair = tl.program_id(0).to(tl.int64)
+    b, h = pair // HK, pair % HK
+    if state_indices is None:
+        number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
+    else:  # row b of the cache is that of the index; the tickets of what sequences share say nothing
+        state_index = tl.load(state_indices + b).to(tl.int64)
+        number = take_ticket(lengths, state_index * PLACES.LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
+        number = tl.where(state_index > 0, number, 0)
+        keys += state_index * PLACES.KEYS_ROW - b * (HK * TOKENS * D)
+        values += state_index * PLACES.VALUES_ROW - b * (HK * TOKENS * D)
+        token_scales += state_index * PLACES.TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
+    put_token(
+        number, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, key_order, pages, q, k, v,
+        cos, sin, turned_q, groups, q_row, k_row, v_row, pair, b, h, PLACES, HEADS, D, BITS, BM, R, ROPE_ROWS,
+    )  # fmt: skip

@@ -99,18 +99,19 @@ def _places(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
     return Places(cache.groups, *map(row_size, (pages, *cache.tensors)))
 
 
-def _attend(
+def span_parts(
     call: PackedAttentionCall, state_indices: Tensor | None = None, pages: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `packed_attention_op`, of contiguous q, with indices and pages as in `PackedStepCall`."""
+    """The attention by spans of the cache, for `combined`: sums [B, HQ, spans, D], maxima and totals [B, HQ, spans, 2].
+
+    The queries are contiguous; indices and pages are as in `PackedStepCall`.
+    """
     q, cache, (window, sinks, limit), scale, softcap = call.q, call.cache, call.reach, call.factor, call.softcap
     (B, HQ, _, D), HK, bits = q.shape, cache.keys.shape[1], cache.bits
     N = cache.groups * (1 if pages is None else pages.shape[1])
     warps, stages = packed_config(D, q.dtype)
     span = span_of(N, B * HK, D, q.device)
     spans = 1 + cdiv(N, span)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, HQ), dtype=torch.float32, device=q.device)
     parts = torch.empty((B, HQ, spans, D), dtype=torch.float32, device=q.device)
     weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device)
     launch(
@@ -121,9 +122,21 @@ def _attend(
         CAP=softcap, PAIRS=in_pairs(bits, q), STAGES=stages,
         PRECISION=product_precision("auto", q.dtype), EDGE=call.edge, num_warps=warps,
     )  # fmt: skip
+    return parts, weights
+
+
+def _attend(
+    call: PackedAttentionCall, state_indices: Tensor | None = None, pages: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `packed_attention_op`, of contiguous q, with indices and pages as in `PackedStepCall`."""
+    q = call.q
+    B, HQ, _, D = q.shape
+    parts, weights = span_parts(call, state_indices, pages)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, HQ), dtype=torch.float32, device=q.device)
     launch(
-        combine_kernel, B * HQ, parts, weights, o, lse, spans, D=D, BD=D, BN=COMBINED // D, GAPS=pages is not None,
-        num_warps=4,
+        combine_kernel, B * HQ, parts, weights, o, lse, parts.shape[2], D=D, BD=D, BN=COMBINED // D,
+        GAPS=pages is not None, num_warps=4,
     )  # fmt: skip
     return o, lse
 
@@ -145,10 +158,11 @@ def _fake_step(call: PackedStepCall):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@operator(
-    _fake_step,
-    mutates=("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "token_scales", "lengths"),
-)
+CACHE = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "token_scales", "lengths")
+"""The tensors of a cache that a step changes."""
+
+
+@operator(_fake_step, mutates=CACHE)
 def packed_step_op_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
     cache, state_indices, pages = call.cache, call.state_indices, call.packed_rows
@@ -167,16 +181,21 @@ def packed_step_op_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     return o.view(B, 1, HQ, D), lse.view(B, 1, HQ)
 
 
+def check_step_supported(call: PackedStepCall) -> None:
+    """Raises NotImplementedError."""
+    heads = call.k.shape[2]
+    _supported(call.q.shape[3], call.q.dtype, call.q.shape[2] // heads)
+    if heads > MAX_PROGRAMS:
+        raise NotImplementedError(f"{heads} key heads: the kernel takes up to {MAX_PROGRAMS}")
+
+
 def packed_step_triton_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.packed_step_` in Triton.
 
     Raises:
         NotImplementedError: as `packed_attention_triton`, or more than 255 key heads.
     """
-    heads = call.k.shape[2]
-    _supported(call.q.shape[3], call.q.dtype, call.q.shape[2] // heads)
-    if heads > MAX_PROGRAMS:
-        raise NotImplementedError(f"{heads} key heads: the kernel takes up to {MAX_PROGRAMS}")
+    check_step_supported(call)
     return packed_step_op_(call)
 
 

@@ -24,6 +24,16 @@ TILE = 2048  # elements per program
 ALL = 2**30  # a reach beyond every token number
 
 
+@triton.jit
+def state_share(share_logit, far_slope, near_slope, lse, n, places, REACH: tl.constexpr, EDGE: tl.constexpr):
+    """The state's share of the outputs, for tokens n from 1; slopes and logits in any dtype."""
+    unseen = tl.minimum(n, REACH) - places - tl.maximum(n - 1, 0) % EDGE
+    logit = share_logit.to(tl.float32)
+    logit += far_slope.to(tl.float32) * tl.log(tl.maximum(unseen, 1).to(tl.float32))
+    logit -= near_slope.to(tl.float32) * lse
+    return tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+
+
 @triton.jit(do_not_specialize=["tokens", "period"])
 def mixture_kernel(
     window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, period,
@@ -50,13 +60,11 @@ def mixture_kernel(
     n = token % period + 1
     if NUMBERS:
         n = tl.load(numbers + token % period, mask=m_r, other=0)
-    unseen = tl.minimum(n, REACH) - PLACES - tl.maximum(n - 1, 0) % EDGE
-    logit = tl.load(share_logit + token * S_ROW + head, mask=m_r, other=0.0).to(tl.float32)
-    logit += tl.load(far_slope + head, mask=m_r, other=0.0).to(tl.float32) * tl.log(
-        tl.maximum(unseen, 1).to(tl.float32)
-    )
-    logit -= tl.load(near_slope + head, mask=m_r, other=0.0).to(tl.float32) * tl.load(lse + r, mask=m_r, other=0.0)
-    share = tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+    share = state_share(
+        tl.load(share_logit + token * S_ROW + head, mask=m_r, other=0.0),
+        tl.load(far_slope + head, mask=m_r, other=0.0), tl.load(near_slope + head, mask=m_r, other=0.0),
+        tl.load(lse + r, mask=m_r, other=0.0), n, PLACES, REACH, EDGE,
+    )  # fmt: skip
     n_RD = tl.load(window_output + at, mask=m, other=0.0).to(tl.float32)
     tl.store(y + at, (n_RD + share[:, None] * (f_RD - n_RD)).to(y.dtype.element_ty), mask=m)
 

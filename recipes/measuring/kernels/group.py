@@ -23,6 +23,7 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.gated_delta_rule import cpu, launch_plan
 from deltanet_kernels.gated_delta_rule.chips import chunk_config
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.group_rule import chunk
 from deltanet_kernels.group_rule.calls import GroupRuleCall
 from deltanet_kernels.group_rule.chunk import chunk_group_triton
 from deltanet_kernels.group_rule.cpu import chunk_group_torch
@@ -36,6 +37,9 @@ SHAPES: list[Shape] = [
     (4, 8192, 32, 8, 128),
     (16, 4096, 9, 3, 64),
     (4, 8192, 9, 3, 64),
+    (2, 4096, 9, 3, 64),
+    (1, 8192, 9, 3, 64),
+    (1, 32768, 9, 3, 64),
     (1, 8192, 32, 32, 128),
 ]
 """Rows, tokens, query heads, key and value heads, head size."""
@@ -85,7 +89,7 @@ def rows(peers: bool) -> Iterator[Row]:
 
 
 def configurations(labels: Row) -> Iterator[Configuration]:
-    """Other slices, warps and stages of the kernels of the states, then other slices of those of the gradients."""
+    """Other slices, warps and stages of the kernels of the states, other slices of those of the gradients, segments."""
     D = labels["shape"][-1]
     own = chunk_config(D, D, torch.bfloat16, (9, 0))
     found = [
@@ -93,7 +97,8 @@ def configurations(labels: Row) -> Iterator[Configuration]:
         for (BV, warps), n in itertools.product(((D, 8), (D, 4), (D // 2, 4)), (1, 2, 3, 4))
     ]
     found += [replace(own, input_BV=BV, output_BV=BV, pair_BV=BV) for BV in (32, 64, 128) if BV <= D]
-    return ({(launch_plan, "chunk_config"): Always(config)} for config in found)
+    yield from ({(launch_plan, "chunk_config"): Always(config)} for config in found)
+    yield from ({(chunk, "segments_for"): Always(segments)} for segments in (1, 4, 8, 16, 32))
 
 
 BENCHMARK = Benchmark(

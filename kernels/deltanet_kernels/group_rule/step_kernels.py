@@ -1,0 +1,152 @@
+"""The kernels of one token beside a state of what has left its window, around the attention in that window.
+
+Where a group leaves, in one of 32 steps, the program of a key head restores its keys and values from their codes and
+writes them, one after the other, into each of its states in registers; then the token's group takes their place.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deltanet_kernels.common.online_softmax import combined
+from deltanet_kernels.common.tiles import L2_EPS, log_decay, silu, write_strength
+from deltanet_kernels.common.token_step import take_ticket, turned
+from deltanet_kernels.packed_cache.kernels import put_token, restored_group
+from deltanet_kernels.packed_cache.numbers import GROUP, in_order
+from deltanet_kernels.window.mixture import state_share
+
+
+@triton.jit
+def written_group(
+    S, key_codes, key_scales, value_codes, value_scales, g, beta, number, sinks, places,
+    H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
+    PAIRS: tl.constexpr, out: tl.constexpr,
+):  # fmt: skip
+    """The state S [D, D], in the order of `restored_group`, after the 32 tokens from this number on.
+
+    Codes and scales are those of the group, g and beta the gates of the head that wait.
+    """
+    r, d = tl.arange(0, GROUP), tl.arange(0, D)
+    token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2
+    k_DR = restored_group(key_codes, key_scales, r, GROUP, D, BITS, ORDERED, PAIRS, out).to(tl.float32)
+    v_RD = restored_group(value_codes, value_scales, d, D, GROUP, BITS, False, PAIRS, out).to(tl.float32)
+    k_DR = k_DR * tl.rsqrt(tl.sum(k_DR * k_DR, axis=0) + L2_EPS)[None, :]
+    for t in range(0, GROUP):
+        if number + t >= sinks:
+            at = (number + t) % places * H
+            strength = tl.load(beta + at).to(tl.float32)
+            k_D = tl.sum(tl.where(r[None, :] == t, k_DR, 0.0), axis=1)
+            v_D = tl.sum(tl.where(token[:, None] == t, v_RD, 0.0), axis=0)
+            S = S * tl.exp(tl.load(g + at).to(tl.float32))
+            S += k_D[:, None] * (strength * (v_D - tl.sum(k_D[:, None] * S, axis=0)))[None, :]
+    return S
+
+
+@triton.jit
+def _unit(q, scale):
+    """q [D] of length `scale`."""
+    return q * (scale * tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS))
+
+
+@triton.jit(do_not_specialize=["groups", "sinks"])
+def group_token_kernel(
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, q, k, v, cos, sin,
+    turned_q, a, b, A_log, dt_bias, g, beta, state, state_scale, read, groups, sinks, scale, q_row, k_row, v_row,
+    a_row, b_row,
+    HK: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, ROPE_ROWS: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, COUNT_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and key head: writes the group that leaves into its states, and puts the token.
+
+    If a group leaves, what the token reads goes to read [B, HQ, D] float32, before the state is rounded. Tokens of q,
+    k, v, a and b are x_row elements apart; the rest is as in `put_token`.
+    """
+    TIMES: tl.constexpr = HEADS * HK // H  # query heads per state
+    places = GROUP * (groups + 1)  # of the gates that wait
+    pair = tl.program_id(0).to(tl.int64)
+    n, h = pair // HK, pair % HK
+    number = take_ticket(lengths, n, 1, HK, COUNT_BITS) - 1
+    g += n * (places * H)
+    beta += n * (places * H)
+    if (number % GROUP == 0) & (number >= places):
+        d = tl.arange(0, D)
+        channels = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2  # in the order of `restored_group`
+        if key_order is not None:
+            channels = in_order(key_order + h * (2 * D), channels, D)
+        first = number - places
+        group = pair * groups + first // GROUP % groups
+        codes = group * (GROUP * D * BITS // 8)
+        for i in range(0, H // HK):
+            own = h * (H // HK) + i
+            row = (n * H + own) * D + channels
+            at = row[:, None] * D + d[None, :]
+            S = tl.load(state + at).to(tl.float32)
+            if state_scale is not None:
+                S = S * tl.load(state_scale + row)[:, None]
+            S = written_group(
+                S, key_codes + codes, key_scales + group * D, value_codes + codes, value_scales + group * D, g + own,
+                beta + own, first, sinks, places, H, D, BITS, key_order is not None, PAIRS, q.dtype.element_ty,
+            )  # fmt: skip
+            for m in range(0, TIMES):
+                head = own * TIMES + m
+                q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
+                tl.store(read + (n * (H * TIMES) + head) * D + d, tl.sum(_unit(q_D, scale)[:, None] * S, axis=0))
+            if state_scale is not None:
+                largest = tl.max(tl.abs(S), axis=1)
+                steps = tl.where(largest > 0, tl.div_rn(127.0, largest), 0.0)
+                tl.store(state + at, tl.floor(S * steps[:, None] + 0.5).to(tl.int8))
+                tl.store(state_scale + row, tl.div_rn(largest, 127.0))
+            else:
+                tl.store(state + at, S.to(state.dtype.element_ty))
+        tl.debug_barrier()  # the group is read before its codes and its first gates are written over
+    for i in tl.static_range(H // HK):
+        own = h * (H // HK) + i
+        x = tl.load(a + n * a_row + own).to(tl.float32) + tl.load(dt_bias + own).to(tl.float32)
+        place = number % places * H + own
+        tl.store(g + place, log_decay(x, tl.load(A_log + own)).to(tl.bfloat16))
+        tl.store(beta + place, write_strength(tl.load(b + n * b_row + own), LIMIT).to(tl.bfloat16))
+    put_token(
+        number, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, key_order, None, q, k, v,
+        cos, sin, turned_q, groups, q_row, k_row, v_row, pair, n, h, None, HEADS, D, BITS, BM, R, ROPE_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["spans", "places"])
+def group_mix_kernel(
+    parts, weights, q, lengths, state, state_scale, read, share_logit, far_slope, near_slope, z, norm_weight, o,
+    spans, places, scale, eps, s_row, z_row,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, WEIGHTS: tl.constexpr, REACH: tl.constexpr,
+):  # fmt: skip
+    """One program per row and query head: mixes what its q [B, HQ, D] got from the window with what it reads.
+
+    parts, weights and spans are as in `combine_kernel`, the mixture as in `mixture_kernel`; lengths hold the token.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    n, head = r // HQ, r % HQ
+    row = (n * H + head // (HQ // H)) * D
+    d = tl.arange(0, D)
+    # All loads are under way before the first result is waited for.
+    S = tl.load(state + (row + d[:, None]) * D + d[None, :])
+    q_D, read_D = tl.load(q + r * D + d).to(tl.float32), tl.load(read + r * D + d)
+    number = tl.load(lengths + n)  # from 1
+    logit, far, near = tl.load(share_logit + n * s_row + head), tl.load(far_slope + head), tl.load(near_slope + head)
+    if state_scale is not None:
+        scale_D = tl.load(state_scale + row + d)
+    if WEIGHTS > 0:
+        w_D = tl.load(norm_weight + head % WEIGHTS * D + d).to(tl.float32)
+    if z is not None:
+        z_D = tl.load(z + n * z_row + head * D + d).to(tl.float32)
+    window_D, lse = combined(parts, weights, r, spans, D, D, BN, False)
+    q_D = _unit(q_D, scale)
+    if state_scale is not None:
+        q_D = q_D * scale_D
+    left = (number % GROUP == 1) & (number > places)  # a group, before this token
+    f_D = tl.where(left, read_D, tl.sum(q_D[:, None] * S.to(tl.float32), axis=0))
+    if WEIGHTS > 0:
+        f_D = f_D * tl.rsqrt(tl.sum(f_D * f_D, axis=0) / D + eps) * w_D
+    if z is not None:
+        f_D = f_D * silu(z_D)
+    share = state_share(logit, far, near, lse, number, places, REACH, GROUP)
+    tl.store(o + r * D + d, (window_D + share * (f_D - window_D)).to(o.dtype.element_ty))
