@@ -9,7 +9,7 @@ from torch import nn
 
 from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
 from deltanet_hf.mixers.cache.protocol import TensorShape
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, softmax_bytes
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, own_kind, softmax_bytes
 
 
 class FamilyAttention(LayerKind):
@@ -50,4 +50,4 @@ class FamilyAttention(LayerKind):
 
 def kind_of(attention: Any) -> LayerKind:
     """A layer's attention, or a branch of it, as what can be asked."""
-    return attention if isinstance(attention, LayerKind) else FamilyAttention(attention)
+    return own_kind(attention) or FamilyAttention(attention)

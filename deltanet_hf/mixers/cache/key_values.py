@@ -18,6 +18,8 @@ QUANTISED = ("_quantized_keys", "_quantized_values")  # where transformers' quan
 class OtherLayer(CacheLayer):
     """A layer of transformers of which no more is known than its attributes: static, quantised, linear attention."""
 
+    in_order = False
+
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         # Whether its tensors are replaced by new ones and never changed in place.
@@ -61,6 +63,7 @@ class OtherLayer(CacheLayer):
 class KeyValues(OtherLayer):
     """Keys and values of all tokens, each [B, H, T, D]."""
 
+    in_order = True
     unmovable = None
     window: int | None = None
 

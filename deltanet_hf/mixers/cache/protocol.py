@@ -39,6 +39,8 @@ class CacheLayer:
     """Ids [B, T] of the first tokens, where `generate` knows them and the layer can say later that they differ."""
     grows: bool = False
     """Whether some of its tensors become larger with the tokens, without end."""
+    in_order: bool = True
+    """Whether its last token stands last."""
     unmovable: str | None = None
     """The name of its class, if its tensors can neither be written to a file nor take other addresses."""
 
