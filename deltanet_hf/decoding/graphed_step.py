@@ -40,10 +40,10 @@ def graphed_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Callable[
     with torch.inference_mode(False):  # such tensors may be changed in both modes
         ids, positions = (torch.full((rows, 1), start, device=model.device) for start in (0, seen))
         inputs = {"input_ids": ids, "position_ids": positions}
-        forward = fast_form(model)
-        if isinstance(forward, str):
-            raise NotCapturable(forward)
-        step = CapturedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
+        form = fast_form(model)
+        if isinstance(form, str):
+            raise NotCapturable(form)
+        step = CapturedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, form)
     step.set_inputs(inputs)
     step.buffers.load(cache, seen, None)
     with step.buffers.taken_back(cache):
