@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # its help imports neither torch nor transformers
     from transformers.cache_utils import Cache
 
 LEAST_TEMPERATURE = 1e-4  # logits divided by less have no finite exponentials
-COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and captured as CUDA graphs
 
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
@@ -62,10 +61,6 @@ def generate_command(
         bool, typer.Option("--no-chat", help="Continue the prompt as it is, without the tokenizer's chat template.")
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and the size of the cache.")] = False,
-    compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile the model first, for decoding with a static cache."),
-    ] = False,
     no_graph: Annotated[
         bool,
         typer.Option("--no-graph", help="Decode on GPUs without CUDA graphs."),
@@ -97,15 +92,14 @@ def generate_command(
 ) -> None:
     """Continue a prompt and print the text as it is generated."""
     import torch
-    from transformers import StoppingCriteriaList
 
     from deltanet_hf.decoding import decoded_by
     from deltanet_hf.mixers.cache.argument import CACHE
     from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-    from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
+    from deltanet_hf.models.cache_bits import set_cache_bits
     from deltanet_hf.sessions import save_session
     from deltanet_hf.sessions.conversation import continued, first_turn
-    from deltanet_hf.token_times import CountingStreamer, StopAfter
+    from deltanet_hf.token_times import CountingStreamer
 
     if prompt is None and sys.stdin.isatty():
         raise UserError("--prompt: missing; give some text, here or by standard input")
@@ -117,8 +111,6 @@ def generate_command(
         raise UserError("--prompt: is not UTF-8 text; convert it to UTF-8")
     if cache_bits not in (None, 16, 8, 4):
         raise UserError(f"--cache-bits: got {cache_bits}, expected 16, 8 or 4")
-    if session is not None and compiled:
-        raise UserError("--session: a session does not hold the caches of --compile; leave out one of the two")
     if session is not None and not os.path.isdir(session.absolute().parent):
         raise UserError(f"--session: {session.parent} is no folder; create it first")
     if session is not None and (len(os.fsencode(f"{session.name}.partial")) > LONGEST_NAME or session.is_dir()):
@@ -129,15 +121,9 @@ def generate_command(
         )
     if seed >= 2**63:
         raise UserError(f"--seed: got {seed}, expected less than 2**63")
-    if compiled and no_graph:
-        raise UserError("--no-graph: --compile decodes by CUDA graphs of its own; leave out one of the two")
     loaded, tokenizer = load_for_inference(model, dtype, device)
     if cache_bits is not None:
         set_cache_bits(loaded, cache_bits)
-    if compiled and cache_bits_of(loaded) < 16:
-        raise UserError(
-            "--compile: keeps keys and values at fixed addresses, in 16 bits; leave it out, or add --cache-bits 16"
-        )
     cache: Cache | None = None
     if session is not None and session.exists():
         before = continued(session, loaded, tokenizer, prompt, not no_chat)
@@ -168,10 +154,6 @@ def generate_command(
         options[CACHE] = cache
     if no_graph:
         options["disable_compile"] = True
-    if compiled:  # transformers compiles the steps of static caches
-        options["cache_implementation"] = "static"
-        typer.echo("compiling ...", err=True)
-        loaded.generate(**options, stopping_criteria=StoppingCriteriaList([StopAfter(COMPILING_TOKENS)]))
     torch.manual_seed(seed)
     started = time.perf_counter()
     result = loaded.generate(**options, streamer=streamer)

@@ -1,12 +1,11 @@
-"""What `deltanet-hf generate` hands to `generate`: a printer that keeps the time of each token, and an early stop."""
+"""What `deltanet-hf generate` hands to `generate`: a printer that keeps the time of each token."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
 class CountingStreamer(TextStreamer):
@@ -19,14 +18,3 @@ class CountingStreamer(TextStreamer):
     def put(self, value: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
         super().put(value)
-
-
-class StopAfter(StoppingCriteria):
-    """Stops generation after a number of tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        self.left -= 1
-        return torch.full((len(input_ids),), self.left <= 0, device=input_ids.device)

@@ -4,7 +4,6 @@ import functools
 import gc
 import inspect
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +25,6 @@ from triton.runtime import interpreter
 
 # Processes that run side by side share the cores; with two threads each they mostly wait for one another.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
-# Dynamo keeps the functions of torch that it finds at its first use, for good; some tests replace `torch.empty_like`.
-trace_rules.get_torch_obj_rule_map()
 
 
 @functools.cache
@@ -48,10 +45,14 @@ interpreter._patch_builtin = _patch_builtin
 
 @pytest.fixture(autouse=True)
 def _compiled_from_the_start() -> Iterator[None]:
-    """Reset Dynamo after each test: what it skips in one stays skipped, and fails under `fullgraph=True` in another."""
+    """Reset Dynamo after each test: what it skips in one stays skipped, and fails under `fullgraph=True` in another.
+
+    Dynamo keeps the functions of torch that it finds at its first use, and at the next after a process group was made.
+    It finds them before a test replaces `torch.empty_like`.
+    """
+    trace_rules.get_torch_obj_rule_map()
     yield
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tables of rows of `measuring.study.results_row`, for readme_tables.py."""
+"""Tables of rows of `measuring/study/results_row.py` at commit 850a0947, for readme_tables.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
+from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.cache.quantised_cache_spec import tokens_before
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
@@ -21,9 +22,10 @@ from deltanet_kernels.packed_cache.layout import takes_key_order
 
 from .calibration_text import sequence_length
 from .memory_estimate import conversion_memory
+from .meta_model import meta_model
 from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
-from .teacher_model import Teacher, meta_model, output_specs
+from .teacher_model import Teacher, output_specs
 from .weight_origins import count_origins
 
 CONTEXTS = (2048, 4096, 16384, 32768, 65536, 131072)  # of the cache table, as far as the teacher has positions
@@ -187,10 +189,9 @@ def cache_bytes(attention: Any, head_dim: int, dtype: torch.dtype, bits: int) ->
     if bits < 16:
         fixed = layer_bytes(attention, dtype, 1, bits)
         return fixed, (layer_bytes(attention, dtype, CONTEXTS[0], bits) - fixed) // tokens_before(CONTEXTS[0])
-    if not isinstance(attention, LayerKind):
-        return 0, int(attention.config.num_key_value_heads) * 2 * head_dim * dtype.itemsize
-    numbers = 2 * head_dim + attention.extra_channels(dtype)
-    return attention.state_bytes(dtype), attention.growing_heads * numbers * dtype.itemsize
+    kind = kind_of(attention)
+    numbers = 2 * head_dim + kind.extra_channels(dtype)
+    return kind.state_bytes(dtype), kind.growing_heads * numbers * dtype.itemsize
 
 
 def _layer_plan(

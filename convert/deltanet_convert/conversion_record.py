@@ -7,8 +7,8 @@ from typing import Any
 from .calibration_text import CalibrationText
 from .job import Job
 from .storage.safetensors_folder import read_json
+from .storage.teacher_source import Source
 from .storage.versions import versions
-from .teacher_model import Source
 
 
 def request(job: Job, text: CalibrationText) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from deltanet_hf.publish import Workspace, check_target
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
-from .keep_option import check_keep, chosen_layers
+from .keep_option import check_keep, chosen_layers, table_of
 from .options import ConvertOptions
 from .select.for_convert import selection_path
 from .select.run import Show, unseen
@@ -61,7 +61,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     opened = open_teacher(source)
     options = options.for_teacher(opened)
     kept = chosen_layers(opened, out, options, show)
-    table = options.table_of(kept, opened.config)
+    table = table_of(options, kept, opened.config)
     if not table.converted and not table.key_order:
         raise UserError(
             f"--keep {options.keep}: keeps all {len(table)} layers; leave at least one to convert, or take "

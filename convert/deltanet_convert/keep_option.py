@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError, did_you_mean
+from deltanet_hf.models.layers import LayerTable
 
 from .options import AUTO, ConvertOptions
 from .select.for_convert import auto_selection
@@ -48,6 +50,23 @@ def chosen_layers(teacher: Teacher, out: Path, options: ConvertOptions, show: Sh
     if not options.automatic:
         return file_selection(options.keep, teacher.config) or softmax_layers(options.keep, teacher.num_layers)
     return auto_selection(teacher, out, options, show)
+
+
+def table_of(options: ConvertOptions, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
+    """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
+
+    The windows that a selection plans are those of the mixer, if it has windows and `--set` gives none.
+    """
+    if not isinstance(kept, Selection):
+        return options.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
+    layers, heads = kept.num_hidden_layers, kept.num_key_value_heads
+    if kept.unit == "kv_head":
+        table = options.head_table(layers, heads, frozenset(kept.heads), teacher)
+    else:
+        table = options.table(layers, kept.layers, teacher)
+    if kept.planned_windows is None or not options.takes_windows:
+        return table
+    return table.with_windows(kept.planned_windows)
 
 
 def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.errors import QualityError
-from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
+from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.parts import Part
@@ -39,6 +39,7 @@ class LayerWork:
     layer: Any  # the teacher's, with its weights
     kwargs: dict[str, Any]  # its arguments, on its device
     new: Any  # the attention that takes the place of the teacher's; the teacher's own where it stays
+    converted: bool  # whether softmax attention is replaced; otherwise it gets q/k norms at most
     calibration: Tensor  # [n, T, hidden]: the teacher's activations behind this layer on the calibration text
     inputs: Tensor | None  # [n, T, hidden]: inputs of the attention on that text, until the fit is done
     key_order: Tensor | None  # [HK, 2, D], where the model has one (`start/key_order.py`)
@@ -48,11 +49,6 @@ class LayerWork:
     def changes(self) -> bool:
         """Whether there is something to fit."""
         return self.new is not self.layer.self_attn
-
-    @property
-    def converted(self) -> bool:
-        """Whether softmax attention is replaced; otherwise it gets q/k norms at most."""
-        return isinstance(self.new, LayerKind)
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,14 @@ class LayerStep:
         layer: Any = self.stream.load_layer(index).to(self.device)
         kwargs = moved(self.stream.layer_kwargs[index], self.device)
         new = self.student.model.layers[index].self_attn
-        changes = isinstance(new, LayerKind) or index in getattr(self.student.config, INSERTED_QK_NORMS, ())
-        ordered = LayerTable.of(self.student.config).key_order
+        table = LayerTable.of(self.student.config)
+        converted, ordered = table[index] is not None, table.key_order
+        changes = converted or index in getattr(self.student.config, INSERTED_QK_NORMS, ())
         inputs, _ = _advance(layer, calibration, kwargs, keep=changes or ordered)
         order = measured_key_order(layer.self_attn, inputs, kwargs) if ordered else None
         kept = inputs if changes else None
-        return LayerWork(index, layer, kwargs, new if changes else layer.self_attn, calibration, kept, order)
+        new = new if changes else layer.self_attn
+        return LayerWork(index, layer, kwargs, new, converted, calibration, kept, order)
 
     def fit(self, work: LayerWork) -> LayerWork:
         """Gives the new attention its start values."""
@@ -161,7 +159,7 @@ class LayerStep:
         """Let the whole heads of a student that reads further rotate by the teacher's rotary embedding."""
         if self._rotary is not None:
             for branch in branches_of(attention).values():
-                if not isinstance(branch, LayerKind):
+                if kind_of(branch).keeps_all_tokens:
                     make_far(branch, self._rotary)
 
     def _of_student(self, kwargs: dict[str, Any]) -> dict[str, Any]:

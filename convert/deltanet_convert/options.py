@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the help of a command imports neither torch nor transformer
     from deltanet_hf.mixers.layer.settings import MixerSettings
     from deltanet_hf.models.layers import LayerTable
 
-    from .select.selection_file import Selection
     from .teacher_model import Teacher
 
 FEWEST_TOKENS = 64  # of calibration
@@ -310,24 +309,6 @@ class ConvertOptions(Options):
             )
         kind, settings = self._kind(teacher)
         return self._completed(LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax), teacher)
-
-    def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
-        """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
-
-        The windows that a selection plans are those of the mixer, if it has windows and `--set` gives none.
-        """
-        from .select.selection_file import Selection
-
-        if not isinstance(kept, Selection):
-            return self.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
-        layers, heads = kept.num_hidden_layers, kept.num_key_value_heads
-        if kept.unit == "kv_head":
-            table = self.head_table(layers, heads, frozenset(kept.heads), teacher)
-        else:
-            table = self.table(layers, kept.layers, teacher)
-        if kept.planned_windows is None or not self.takes_windows:
-            return table
-        return table.with_windows(kept.planned_windows)
 
     def _completed(self, table: LayerTable, teacher: PreTrainedConfig | None) -> LayerTable:
         """The table with what all of its layers share: bits, key order, and positions beyond the teacher's."""

@@ -18,13 +18,16 @@ from transformers.utils import logging
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.loading import with_usual_outputs
-from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores
+from deltanet_hf.model_types import PREFIX
+from deltanet_hf.models.families import FAMILIES, Family
 
+from .meta_model import attention_implementation, meta_model, tied_names
 from .storage.generation_config import generation_config
 from .storage.safetensors_folder import Checkpoint, read_json
 from .storage.saved_tokenizer import check_saving, load_tokenizer
 from .storage.shard_writer import TensorSpec
 from .storage.stored_experts import with_joined_experts
+from .storage.teacher_source import Source
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QWEN3_5 = ("qwen3_5_text", "qwen3_5")  # the second has a nested text model: beside a vision tower, or for mlx
@@ -38,16 +41,6 @@ LIMITS = {
 }  # of numbers that would otherwise end, layers later, in values that are not finite
 # Old Llama checkpoints contain the rotary frequencies, which follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-
-
-@dataclass(frozen=True)
-class Source:
-    """The folder of a teacher."""
-
-    name: str  # the folder's or file's name, or the hub id
-    folder: Path
-    revision: str | None  # commit on the hub
-    gguf: Path | None = None  # the file of which `folder` is a dequantised copy, which is removed at the end
 
 
 @dataclass(frozen=True)
@@ -150,32 +143,9 @@ def open_teacher(source: Source) -> Teacher:
     return Teacher(source, config, family, checkpoint, model, dtype, generation_config(folder, config))
 
 
-def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Builds a model on the meta device: modules and shapes without data."""
-    with torch.device("meta"):
-        model = cls._from_config(config, dtype=dtype, attn_implementation=attention_implementation(config))
-    model.config._experts_implementation = "eager"  # one expert after the other (`expert_stream.py`)
-    return model.eval()  # type: ignore[no-any-return]
-
-
-def attention_implementation(config: PreTrainedConfig) -> str:
-    """PyTorch's own attention (SDPA); eager attention for families that cap scores or have learned sinks."""
-    family = FAMILIES.get(config.model_type.removeprefix(PREFIX))  # None for Qwen3.5
-    sdpa = family is None or family.model_class._supports_sdpa
-    return "sdpa" if sdpa and not caps_scores(config) else "eager"
-
-
 def is_qwen3_5(config: dict[str, Any]) -> bool:
     """Whether the contents of a config.json describe a Qwen3.5 text model."""
     return config.get("model_type") in QWEN3_5
-
-
-def tied_names(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters that share another parameter's data (the output head of a tied model)."""
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return set()
-    keys: Any = model._tied_weights_keys or {}
-    return set(keys)
 
 
 def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:

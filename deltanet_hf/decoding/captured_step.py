@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.capture import CAPTURES, CapturedGraph
 from deltanet_hf.decoding.static_cache import StaticCacheBuffers
+from deltanet_hf.fast import FastDecoder
 from deltanet_hf.mixers.attention.single_query import SINGLE_QUERY, attending_by
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.masks import NO_PADDING
@@ -25,7 +25,7 @@ class CapturedStep:
         inputs: of the model's forward: `input_ids` [B, 1] and `position_ids`.
         capacity: see `StaticCacheBuffers`.
         key: of everything that the graph depends on beside the number of tokens.
-        forward: the model's fast form, or another function of the model and the inputs of its forward.
+        form: the fast form of the model.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class CapturedStep:
         inputs: dict[str, Any],
         capacity: int,
         key: Any,
-        forward: Callable[..., Any],
+        form: FastDecoder,
     ) -> None:
         self.key, self.batch = key, len(inputs["input_ids"])
-        self._forward = forward
+        self._form = form
         self._ids, self._positions = (torch.empty_like(inputs[name]) for name in ("input_ids", "position_ids"))
         eager = model.config._attn_implementation == "eager"
         dtype = model.get_input_embeddings().weight.dtype if eager else torch.bool
@@ -57,7 +57,7 @@ class CapturedStep:
         """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
         self.buffers.enter()
         with attending_by(model.config, SINGLE_QUERY):
-            logits: Tensor = self._forward(
+            logits: Any = self._form(
                 model,
                 input_ids=self._ids,
                 position_ids=self._positions,
@@ -67,7 +67,7 @@ class CapturedStep:
                 return_dict=True,
                 **{CACHE: cache},
             ).logits
-        return logits
+        return logits  # type: ignore[no-any-return]
 
     def capture(self, model: Any, cache: Cache) -> None:
         """Capture `run` without changing the cache."""

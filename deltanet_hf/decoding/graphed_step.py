@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +15,15 @@ from deltanet_hf.decoding.static_cache import NotCapturable, capacity_for, layou
 from deltanet_hf.fast import fast_form
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
-VARIANTS = 64  # of one function; after 8 of them, PyTorch's own limit, it would silently run uncompiled
-
 
 @torch.no_grad()
-def graphed_step(
-    model: PreTrainedModel, cache: Cache, tokens: int, compiled: bool = False
-) -> Callable[[Tensor], Tensor]:
+def graphed_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Callable[[Tensor], Tensor]:
     """Capture the step of a model, converted or not, on a cache that holds prompts without padding.
 
     The step runs once before that, which compiles and loads its kernels, and is taken back.
 
     Args:
         tokens: the largest number of further tokens.
-        compiled: capture the model's forward as torch.compile makes it, instead of its fast form.
 
     Returns:
         A function of tokens [B, 1] int64 that reads them into the cache and returns logits [B, 1, vocabulary], which
@@ -46,10 +40,10 @@ def graphed_step(
     with torch.inference_mode(False):  # such tensors may be changed in both modes
         ids, positions = (torch.full((rows, 1), start, device=model.device) for start in (0, seen))
         inputs = {"input_ids": ids, "position_ids": positions}
-        forward = _compiled_forward(model) if compiled else fast_form(model)
-        if isinstance(forward, str):
-            raise NotCapturable(forward)
-        step = CapturedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
+        form = fast_form(model)
+        if isinstance(form, str):
+            raise NotCapturable(form)
+        step = CapturedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, form)
     step.set_inputs(inputs)
     step.buffers.load(cache, seen, None)
     with step.buffers.taken_back(cache):
@@ -65,19 +59,3 @@ def graphed_step(
         return step.replay()
 
     return read
-
-
-def _compiled_forward(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model's forward, as a function of the model and its inputs, compiled by Inductor for the exact shapes of each
-    call, without gradients.
-
-    Its own CUDA graphs are off (the default mode of torch.compile), so that the caller can capture it. Called in
-    inference mode it leaves that mode: then compiled code may write to any tensor of a cache.
-    """
-    compiled = torch.compile(model.forward, dynamic=False)
-
-    def forward(_: PreTrainedModel, **inputs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad(), torch._dynamo.config.patch(recompile_limit=VARIANTS):
-            return compiled(**inputs)
-
-    return forward

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from deltanet_hf.decoding.capture import CAPTURES
 from deltanet_hf.fast.reasons import reason_of_call
 from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.layer.layer_kind import LayerKind
+from deltanet_hf.mixers.layer.layer_kind import kinds_among
 
 FEWEST_TOKENS = 4  # fewer are generated sooner than a step is captured
 INPUTS = ("input_ids", CACHE, "position_ids", "attention_mask")
@@ -44,9 +44,9 @@ def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:
 def in_model(model: Any) -> Iterator[str]:
     """The reasons that lie in the model and its configuration."""
     config = model.config
-    if config._attn_implementation not in ("sdpa", "eager") and any(
-        not isinstance(getattr(layer, "self_attn", None), LayerKind) for layer in model.model.layers
-    ):
+    layers = model.model.layers
+    kinds = [kind for layer in layers for kind in kinds_among(layer.children())]
+    if config._attn_implementation not in ("sdpa", "eager") and len(kinds) < len(layers):
         yield f"attn_implementation {config._attn_implementation!r} reads no mask"
     for name, module in model.named_modules():
         rope = getattr(module, "rope_type", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -16,6 +16,7 @@ from deltanet_hf.decoding.obstacles import FLAGS, INPUTS, in_model
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.fast.reasons import reason_of_call
 from deltanet_hf.mixers.cache.argument import CACHE
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 
 logger = logging.get_logger(__name__)
 
@@ -69,14 +70,8 @@ def _captured_length(form: FastDecoder, inputs: dict[str, Any]) -> int | None:
     size = len(ids) * tokens
     if size > MOST_TOKENS or size * form.weights > MOST_PRODUCTS or inputs.get("logits_to_keep") != 1:
         return None
-    return tokens if cache.layers and all(_is_empty(layer, tokens) for layer in cache.layers) else None
-
-
-def _is_empty(layer: Any, tokens: int) -> bool:
-    """Whether it is a key/value layer of transformers without tokens, which keeps so many of them."""
-    if type(layer) is DynamicSlidingWindowLayer:
-        return not layer.is_initialized and tokens < layer.sliding_window
-    return type(layer) is DynamicLayer and not layer.is_initialized
+    empty = all(as_cache_layer(layer).takes_prompt(tokens) for layer in cache.layers)
+    return tokens if cache.layers and empty else None
 
 
 def _is_whole(inputs: dict[str, Any]) -> bool:

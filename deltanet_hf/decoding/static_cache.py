@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.cache.protocol import CacheLayer
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.cache.static_key_values import Places
 from deltanet_hf.mixers.layer.masks import sliding_window
 
@@ -119,11 +118,8 @@ class StaticCacheBuffers:
         for places in self._places.values():
             places.load(seen, real)
         pairs = zip(cache.layers, self._rooms, strict=True)
-        cache.layers[:] = [as_cache_layer(layer).fix(room, seen) for layer, room in pairs]
-        for layer in cache.layers:
-            for part in getattr(layer, "parts", {"": layer}).values():
-                if isinstance(part, MixerCacheLayer):
-                    part.longest = self.capacity if self.grows else None
+        longest = self.capacity if self.grows else None
+        cache.layers[:] = [as_cache_layer(layer).fix(room, seen, longest) for layer, room in pairs]
 
     def unload(self, cache: Cache, copied: bool = True) -> None:
         """Give the cache back its own layers; their states are `copied`, or this object's tensors."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import bisect
 import copy
-import functools
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from deltanet_hf.models.cache_bits import stored_bytes
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 
 SINKS = 4
@@ -74,8 +71,9 @@ def longest_window(
     """The longest window with which a sequence of `tokens` tokens fits into `budget` bytes; None if none does.
 
     Args:
-        kept, heads: as for `window_of_bytes`.
+        kept: layers that stay as they are.
         bits: of keys and values.
+        heads: (layer, key/value head) of single heads that stay as they are.
     """
 
     def size(window: int) -> int:
@@ -83,48 +81,3 @@ def longest_window(
         return stored_bytes(policy.apply(teacher), tokens, bits)
 
     return bisect.bisect_right(range(1, tokens + 1), budget, key=size) or None
-
-
-def window_of_bytes(
-    teacher: PreTrainedModel,
-    kept: Collection[int],
-    budget: int,
-    tokens: int,
-    bits: int = 16,
-    heads: Sequence[tuple[int, int]] = (),
-) -> WindowPolicy | None:
-    """The policy with the smallest window whose cache takes at least `budget` bytes.
-
-    Rounding up means that the policy never has less memory than the student it is compared with. The bytes are
-    measured on the caches of the policies. They grow evenly with the window unless a family has windows of its own, so
-    a straight line gives the first guess and bisection the rest.
-
-    Args:
-        kept: layers that stay as they are.
-        budget: bytes of a sequence of `tokens` tokens.
-        bits: of keys and values.
-        heads: (layer, key/value head) of single heads that stay as they are.
-
-    Returns the teacher itself if no window of at most `tokens` tokens needs as much, and None if a window of one token
-    already needs more.
-    """
-    policy = WindowPolicy(tuple(sorted(kept)), None, SINKS, tuple(sorted(heads)))
-
-    @functools.cache
-    def size(window: int) -> int:
-        return sequence_bytes(set_cache_bits(replace(policy, window=window).apply(teacher), bits), tokens)
-
-    low, high = 1, tokens
-    if size(low) > budget:
-        return None
-    if size(high) < budget:
-        return policy
-    guess = low
-    if size(high) > size(low):
-        guess += math.ceil((budget - size(low)) * (high - low) / (size(high) - size(low)))
-    if size(guess) >= budget and (guess == low or size(guess - 1) < budget):
-        return replace(policy, window=guess)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if size(middle) >= budget else (middle + 1, high)
-    return replace(policy, window=low)

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.far_positions import Angles, window_angles
 from deltanet_hf.mixers.attention.packed_softmax import call_packed
-from deltanet_hf.mixers.attention.paired_class import paired_class, require_own_forward
+from deltanet_hf.mixers.attention.paired_class import behind, paired_class, require_own_forward
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
@@ -84,7 +84,7 @@ class WindowAttention(LayerKind):
             UserError: something has replaced the module's forward function (offloading, torch.compile).
         """
         require_own_forward(attention, layer_idx, "put the window on it")
-        family = _unrestricted(type(attention))  # type: ignore[arg-type]
+        family = behind(WindowAttention, type(attention))
         attention.__class__ = paired_class(WindowAttention, family, f"Window{family.__name__}")
         attention.settings = settings
         attention.config = RoutedConfig(config, IMPLEMENTATION)  # type: ignore[assignment]
@@ -209,8 +209,3 @@ class WindowAttention(LayerKind):
         elif cache is not None and sink_cache is not None:
             cache.advance(length, sink_cache.state)
         return result
-
-
-def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:
-    """The family's class, which `paired_class` has put second."""
-    return attention.__bases__[1] if issubclass(attention, WindowAttention) else attention

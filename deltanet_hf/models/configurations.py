@@ -1,7 +1,8 @@
 """The configuration classes of all converted models; importing this module registers them with AutoConfig.
 
 transformers' Auto classes may import it at any moment (`registration.py`), also in the middle of an import of another
-module of this package. So what it imports at its top is neither layers nor models, and imports no Auto classes.
+module of this package. So what it imports at its top is neither layers nor models, and imports no Auto classes. The
+models' files take the configuration classes from transformers' `CONFIG_MAPPING`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
+from deltanet_hf.model_types import QWEN3_5_MODEL, QWEN3_5_TYPE
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.peft_defaults import register_peft_defaults
 from deltanet_hf.models.shim import no_code_beside_the_shim, write_shim
 
 if TYPE_CHECKING:
     from deltanet_hf.models.layers import LayerTable
-
-QWEN3_5_TYPE = "deltanet_qwen3_5_text"
-QWEN3_5_MODEL = "DeltaNetQwen3_5ForCausalLM"
 
 
 def _tensor_parallel_plan(plan: dict[str, str] | None, softmax: list[int]) -> dict[str, str] | None:

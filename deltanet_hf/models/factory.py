@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import add_key_order, use_cache_bits
-from deltanet_hf.models.configurations import config_class
 from deltanet_hf.models.families import FAMILIES, caps_scores
 from deltanet_hf.models.far_positions import place_positions
 from deltanet_hf.models.hub_repository import upload_with_companions
@@ -26,6 +25,11 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim
 from deltanet_hf.models.start_values import initialize
 from deltanet_hf.models.stateful import Stateful, announce
+
+
+def config_class(model_type: str) -> type[PreTrainedConfig]:
+    """The configuration class of a converted family, by the teacher's `model_type`."""
+    return CONFIG_MAPPING[FAMILIES[model_type].converted_model_type]  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import transformers
 from transformers import PreTrainedConfig
 
+from deltanet_hf.model_types import PREFIX
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # whose import is that of the Auto classes, see configurations.py
-
-PREFIX = "deltanet_"
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,6 @@ FAMILIES: dict[str, Family] = {
         Family("gpt_oss", "GptOssConfig", "GptOssForCausalLM"),
     )
 }
-
-HALF_ANGLES = ("gpt_oss",)  # their rotary embedding has one cos and sin per pair of channels, not per channel
-
-UNPACKABLE = ("gpt_oss",)  # transformers makes their masks without positions, so packed sequences see each other
 
 
 def caps_scores(config: PreTrainedConfig | type[PreTrainedConfig]) -> bool:

@@ -127,8 +127,7 @@ def make_far(attention: Any, rotary: FarRotary) -> None:
         front, family = FRONTS[positions.kind], type(attention)
         attention.__class__ = paired_class(front, family, f"{front.__name__}{family.__name__}")
         attention.route()
-    if isinstance(attention, CutSoftmax):
-        attention.rotary, attention.limit = (rotary.own,), positions.teacher
+    attention.take(rotary.own, positions.teacher)
 
 
 def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:

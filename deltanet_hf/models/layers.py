@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import MIXERS, LayerKind, recommended
 from deltanet_hf.mixers.attention.family_attention import kind_of
+from deltanet_hf.mixers.layer.layer_kind import kinds_among
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention
@@ -237,9 +238,8 @@ def layer_kinds(model: PreTrainedModel) -> Iterator[tuple[int, LayerKind]]:
     """The layers of a model that are not its family's own attention, with the indices of their decoder layers."""
     decoder: Any = model.model
     for index, layer in enumerate(decoder.layers[: model.config.num_hidden_layers]):
-        for part in layer.children():
-            if isinstance(part, LayerKind):
-                yield index, part
+        for part in kinds_among(layer.children()):
+            yield index, part
 
 
 def layers_with_states(model: Any) -> list[Any]:

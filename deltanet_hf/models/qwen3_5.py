@@ -10,10 +10,10 @@ Qwen3.5's modelling code is imported when the first configuration is made, as in
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.generation import GraphedGeneration
@@ -21,16 +21,20 @@ from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape
+from deltanet_hf.model_types import QWEN3_5_MODEL as MODEL_NAME
+from deltanet_hf.model_types import QWEN3_5_TYPE as MODEL_TYPE
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import use_cache_bits
-from deltanet_hf.models.configurations import QWEN3_5_MODEL as MODEL_NAME
-from deltanet_hf.models.configurations import QWEN3_5_TYPE as MODEL_TYPE
-from deltanet_hf.models.configurations import DeltaNetQwen3_5TextConfig
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim
 from deltanet_hf.models.start_values import initialize
 from deltanet_hf.models.stateful import Stateful, announce
+
+if TYPE_CHECKING:
+    from deltanet_hf.models.configurations import DeltaNetQwen3_5TextConfig
+else:
+    DeltaNetQwen3_5TextConfig = CONFIG_MAPPING[MODEL_TYPE]
 
 __all__ = ["MODEL_NAME", "MODEL_TYPE", "DeltaNetQwen3_5TextConfig", "LinearAttention", "model_class"]
 

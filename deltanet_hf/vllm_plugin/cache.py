@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.vllm_plugin.batch import GrowingBackend, StateBackend, TokenBackend
 from deltanet_hf.vllm_plugin.pages import page_bytes, tensors_in
+
+Pages = TypeVar("Pages")
 
 
 class StatePages(MambaBase):
@@ -196,15 +198,19 @@ class PackedPages(AttentionLayerBase):
 
 def packed_bytes(vllm_config: VllmConfig) -> int:
     """Bytes of a token in the pages of a model with packed tokens, the same in all layers; 0 for other models."""
-    caches = vllm_config.compilation_config.static_forward_context.values()
-    most = max((cache.token_bytes for cache in caches if isinstance(cache, PackedPages)), default=0)
+    most = max((cache.token_bytes for cache in _caches(vllm_config, PackedPages)), default=0)
     return most + most % 2
 
 
 def state_pages(vllm_config: VllmConfig) -> list[StatePages]:
     """The states of all layers of the model that has been built with these settings."""
+    return _caches(vllm_config, StatePages)
+
+
+def _caches(vllm_config: VllmConfig, kind: type[Pages]) -> list[Pages]:
+    """The parts of vLLM's cache that are of this kind."""
     caches = vllm_config.compilation_config.static_forward_context.values()
-    return [cache for cache in caches if isinstance(cache, StatePages)]
+    return [cache for cache in caches if isinstance(cache, kind)]
 
 
 def set_page_bytes(vllm_config: VllmConfig) -> None:

@@ -16,13 +16,13 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.vllm_plugin.batch import Prompts, SpecTokens, Step
 from deltanet_hf.vllm_plugin.cache import PackedPages, StatePages, TokenPages
 
@@ -133,7 +133,7 @@ class StateLayer(ServedLayer):
     @cached_property
     def form(self) -> Any:
         """The fast form of a mixer, or the layer itself; made once the weights have been loaded."""
-        return fast_mixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
+        return fast_mixer(self.layer, may_move=False) if kind_of(self.layer).has_state else self.layer
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         return called(self.form, MixerCacheLayer(), x, position_embeddings)

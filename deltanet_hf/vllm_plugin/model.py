@@ -23,10 +23,10 @@ from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.model_types import family_type
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.cache_bits import KEY_ORDER
-from deltanet_hf.models.families import FAMILIES, PREFIX
+from deltanet_hf.models.configurations import config_classes
 from deltanet_hf.vllm_plugin.cache import packed_bytes, set_page_bytes, state_pages
 from deltanet_hf.vllm_plugin.checks import family_config
 from deltanet_hf.vllm_plugin.layer import ServedLayer, served
@@ -85,11 +85,9 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
     def _softmax_layers(self) -> Iterator[tuple[int, str, Any]]:
         """Index, name and module of the attention that vLLM's attention serves: whole layers, or some heads of one."""
         for index, layer in enumerate(self.model.layers):
-            name, module = f"model.layers.{index}.self_attn", getattr(layer, "self_attn", None)
-            if isinstance(module, MixedHeads):
-                name, module = f"{name}.softmax", module.softmax
-            if module is not None and not isinstance(module, ServedLayer):
-                yield index, name, module
+            for branch, module in branches_of(layer.self_attn).items() if hasattr(layer, "self_attn") else ():
+                if not isinstance(module, ServedLayer):
+                    yield index, ".".join(filter(None, (f"model.layers.{index}.self_attn", branch))), module
 
     def _attention(self, index: int, name: str, module: Any) -> Attention:
         sinks = getattr(module, "sinks", None)
@@ -166,12 +164,12 @@ class Decoder:
         if config.model_type == qwen3_5.MODEL_TYPE:
             made = qwen3_5.model_class()
         else:
-            made = factory.model_class(config.model_type.removeprefix(PREFIX))
+            made = factory.model_class(family_type(config))
         decoder: Any = made._from_config(config, **kwargs).model
         decoder._forward_pre_hooks.clear()  # they read padding and packing off calls, and vLLM knows its sequences
         decoder._forward_pre_hooks_with_kwargs.clear()
         return decoder  # type: ignore[no-any-return]
 
 
-for _config_class in (*map(factory.config_class, FAMILIES), qwen3_5.DeltaNetQwen3_5TextConfig):
+for _config_class in config_classes():
     AutoModel.register(_config_class, Decoder, exist_ok=True)

@@ -76,13 +76,6 @@ def report(
     haystack: Annotated[
         Path | None, typer.Option(help="Text file for the needle task.", show_default="text shipped with deltanet-hf")
     ] = None,
-    last_word: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file {name: [[context ids, answer ids], ...]}: measure the share of answers that greedy "
-            "decoding gives."
-        ),
-    ] = None,
     baselines: Annotated[
         str,
         typer.Option(
@@ -133,7 +126,6 @@ def report(
         texts=texts,
         windows=windows,
         haystack=haystack,
-        last_word=last_word,
         baselines=() if baselines == "none" else tuple(baselines.split(",")),
         limit=limit,
         max_length=max_length,

@@ -15,9 +15,9 @@ from deltanet_convert.job import prepare
 from deltanet_convert.layer_step import LayerStep
 from deltanet_convert.layer_stream import LayerStream
 from deltanet_convert.memory_estimate import ConversionMemory, conversion_memory
+from deltanet_convert.meta_model import meta_model
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import gate_fit
-from deltanet_convert.teacher_model import meta_model
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.evaluation.speed.random_models import SHAPES
 from deltanet_hf.models.factory import model_class

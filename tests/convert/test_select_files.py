@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltanet_convert.keep_option import file_selection
+from deltanet_convert.keep_option import file_selection, table_of
+from deltanet_convert.meta_model import meta_model
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select import Selection, probes, read_selection
 from deltanet_convert.select.budget import USUAL_SHARE, Budget
@@ -22,7 +23,7 @@ from deltanet_convert.select.for_convert import SHAPES, shipped_selection
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.spending import Spending
 from deltanet_convert.select.units import Candidates
-from deltanet_convert.teacher_model import Teacher, meta_model
+from deltanet_convert.teacher_model import Teacher
 from deltanet_hf import converted_config, loading
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import stored_bytes
@@ -60,7 +61,7 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
         selection = shipped_selection(config, with_states=mixer != "window")
         assert selection is not None
         assert selection.planned_windows is not None
-        table = ConvertOptions(mixer=mixer).table_of(selection, config)
+        table = table_of(ConvertOptions(mixer=mixer), selection, config)
         model = meta_model(model_class("llama"), converted_config(config, table), torch.bfloat16)
         sizes.append(stored_bytes(model, 2048, 4))
         shares.append([window / min(selection.planned_windows) for window in selection.planned_windows])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.decoding.graphed_step import graphed_step
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures import speed
-from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MODES, read
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES, read
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject, measure
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding_noise
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
@@ -183,50 +182,13 @@ def test_decoding_by_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert found[0] == found[1]
 
 
-def test_decoding_by_a_graph_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_student("llama", layers=HYBRID)
-    with pytest.raises(UserError, match=r"--mode compiled: .* on cpu.*; use --mode graph"):
-        check_decoding(model, COMPILED, length=40)
-    capture, graphs = EmulatedCapture(), []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setitem(CAPTURES, "cpu", capture)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    torch.compiler.reset()
-    before = set(vars(model))
-    assert check_decoding(model, COMPILED, length=40) <= 1e-2
-    assert (capture.captured, capture.replayed, len(graphs)) == (1, 8, 1)
-    check_decoding(model, COMPILED, length=40)
-    assert len(graphs) == 1  # steps of one shape are compiled once
-    assert set(vars(model)) == before
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_a_step_that_cannot_be_compiled_has_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
-    for error, raised, said in (
-        (RuntimeError("no\n kernel"), UserError, r"cannot be compiled and captured \(no kernel\); use --mode graph"),
-        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
-    ):
-
-        def broken(*_: Any, error: Exception = error, **__: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(torch, "compile", lambda *_, broken=broken, **__: broken)
-        with pytest.raises(raised, match=said):
-            check_decoding(tiny_teacher("llama"), COMPILED, length=40)
-
-
 def test_a_mode_that_cannot_be_had_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_DECODED", 2)
     lines: list[str] = []
-    conditions = Conditions(contexts=[16], batches=[2], modes=["compiled", "graph", "eager"], repeats=1)
+    conditions = Conditions(contexts=[16], batches=[2], modes=["graph", "eager"], repeats=1)
     rows = measure([Subject("tiny", "all", lambda: tiny_student("llama"))], conditions, lines.append)
     assert [row["mode"] for row in rows] == ["eager"]
-    assert [line.partition(": not measured: --mode ")[2][:8] for line in lines[:2]] == ["compiled", "graph: t"]
+    assert lines[0].partition(": not measured: --mode ")[2][:8] == "graph: t"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2's sliding windows are full before the first step
@@ -268,7 +230,7 @@ def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyP
     cache = DynamicCache(config=model.config)
     model(torch.zeros(3, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     assert point.cache_bytes == cache_bytes(cache)
-    assert MODES == {"eager": EAGER, "graph": GRAPH, "compiled": COMPILED}
+    assert MODES == {"eager": EAGER, "graph": GRAPH}
 
 
 @pytest.mark.parametrize(

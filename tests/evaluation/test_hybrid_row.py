@@ -23,10 +23,9 @@ from deltanet_hf.models.restrict import restrict_heads
 from measuring.eviction import __main__ as eviction
 from measuring.eviction import gates
 from measuring.eviction.gates import Heads
-from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, state_rows, task_suites
+from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, state_rows, task_suites
 from measuring.study.hybrid_measure import HybridMeasure
-from measuring.study.measure import main
-from measuring.study.results_row import load_for_measure
+from measuring.study.model_facts import load_for_measure
 from measuring.study.task_suites import TaskSuites
 from support.tiny_models import tiny_mixture, tiny_table, tiny_teacher
 from tests.evaluation.conftest import VOCABULARY, random_arrays
@@ -40,8 +39,7 @@ def small(short_cells: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid_measure, "TEXTS", TEXTS)
     monkeypatch.setattr(hybrid_measure, "SEGMENT", 16)
     monkeypatch.setattr(hybrid_measure, "SEGMENTS", 4)
-    for module in (hybrid_measure, shared_figures):
-        monkeypatch.setattr(module, "BYTES_AT", 128)
+    monkeypatch.setattr(hybrid_measure, "BYTES_AT", 128)
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +47,6 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
     random_arrays(folder, "wt2", "heldwiki", "wiki_long", "novels")
     return folder
-
-
-def call(arrays: Path, out: Path, teacher: Path, **options: Any) -> dict[str, dict[str, Any]]:
-    main("recall", arrays, out, str(teacher), **options)
-    return {row["run"]: row for row in json.loads(out.read_text())}
-
-
-def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: Path, tmp_path: Path) -> None:
-    models = [f"itself={teacher_folder}", f"hybrid={student_folder}"]
-    rows = call(arrays, tmp_path / "rows.json", teacher_folder, model=models)
-    teacher, hybrid = rows["itself"], rows["hybrid"]
-    assert teacher["kinds"] == {"softmax": 4}
-    assert "free" not in teacher
-    assert hybrid["kinds"] == {"gated_deltanet": 2, "softmax": 2}
-    assert hybrid["kept"] == [1, 3]
-    assert (hybrid["tokens"], hybrid["seed"]) == (0, None)
-    assert teacher["mb_2k"] == pytest.approx(4 * 128 * 2 * 2 * 8 * 4 / 1e6, abs=1e-3)
-    for key in ("kl_1k", "kl_4k"):
-        assert teacher[key] == pytest.approx(0, abs=1e-4)
-        assert hybrid[key] > 0.01
-        assert hybrid[f"{key}_se"] > 0
-    for key in ("needles_1k", "pairs_8", "exact_repeat", "wt2"):
-        assert {key, f"{key}_se"} <= hybrid.keys() & hybrid["free"].keys() & hybrid["free_window"].keys()
-    assert hybrid["cells"]["needles_1k"].keys() >= {"exact", "first", "nats", "control"}
-    original = load_for_measure(str(teacher_folder), torch.device("cpu"))
-    windows = WindowPolicy((1, 3), hybrid["free"]["window"]).apply(original)
-    assert hybrid["free"]["kl_1k"] == pytest.approx(divergence(original, arrays, windows), rel=1e-3)
-    assert hybrid["free"]["kept"] == [1, 3]
-    assert hybrid["free_window"]["kept"] == []
-    assert hybrid["free"]["window"] < hybrid["free_window"]["window"] or hybrid["free_window"]["window"] is None
-    for policy in ("free", "free_window"):
-        assert hybrid[policy]["mb_2k"] >= hybrid["mb_2k"]
-        assert hybrid["ahead"][policy].keys() == {"better", "worse"}
-    assert str(arrays) not in json.dumps(rows)
-    windowed = call(arrays, tmp_path / "rows.json", teacher_folder, model=[f"windowed={teacher_folder}"], window=True)
-    assert windowed["windowed"]["kinds"] == {"window 64": 4}
-    assert windowed["windowed"]["kept"] == []
-    assert windowed["windowed"]["kl_4k"] > 0
-    assert windowed["itself"] == teacher
 
 
 def plan_of(kept: tuple[tuple[int, int], ...], windows: tuple[int, ...]) -> Selection:
@@ -151,6 +110,7 @@ def test_models_and_policies_of_the_front_have_the_bits_that_are_asked_for(
     teacher = load_for_measure(str(teacher_folder), torch.device("cpu"))
     kinds = {"local@4": ("free", 0), "control@4": ("control", 512), "student@4": ("student", 512)}
     assert {run: (rows[run]["kind"], rows[run]["tokens"]) for run in kinds} == kinds
+    assert rows["student@4"]["cells"]["pairs_8"].keys() >= {"exact", "first", "nats", "control"}
     for name, folder in folders.items():
         model = set_cache_bits(load_for_measure(str(tmp_path / folder), torch.device("cpu")), 4)
         assert rows[f"{name}@4"]["kl_1k"] == pytest.approx(divergence(teacher, arrays, model), rel=1e-3)
@@ -173,24 +133,27 @@ def divergence(teacher: Any, arrays: Path, model: Any) -> float:
 
 
 def test_runs_share_figures(
-    small: None, arrays: Path, teacher_folder: Path, student_folder: Path, tmp_path: Path, monkeypatch: Any
+    small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
-    model = [f"hybrid={student_folder}"]
-    first = call(arrays, tmp_path / "a" / "rows.json", teacher_folder, model=model, references=tmp_path / "kept")
-    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
-    assert len(stamps) == 6  # teacher, control; and of two policies, the window and the figures
+    folder = tmp_path / "references"
+
+    def add(out: str, **options: Any) -> None:
+        front.main(arrays, tmp_path / out, str(teacher_folder), teacher_bits=[16], **options)
+
+    add("a.json")
+    stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(stamps) == 2  # teacher and control
     calls: list[Any] = []
     measure = hybrid_measure.HybridMeasure.__call__
     monkeypatch.setattr(
         hybrid_measure.HybridMeasure, "__call__", lambda self, model: calls.append(model) or measure(self, model)
     )
-    again = call(arrays, tmp_path / "b" / "rows.json", teacher_folder, model=model, references=tmp_path / "kept")
-    assert len(calls) == 1  # the student only
-    assert again == first
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == stamps
-    call(arrays, tmp_path / "c.json", teacher_folder, model=model, references=tmp_path / "kept", limit=2)
-    assert len(list((tmp_path / "kept").iterdir())) == 12  # other windows and probes are other figures
+    add("b.json")
+    assert len(calls) == 1  # of the row only
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
+    add("c.json", limit=2)
+    assert len(list(folder.iterdir())) == 4  # other windows and probes are other figures
 
 
 def test_a_row_of_the_front_with_suites(

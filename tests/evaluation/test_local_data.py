@@ -13,7 +13,6 @@ from lm_eval.tasks import TaskManager
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks.demo_tasks import cloze, repeat
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
-from deltanet_hf.evaluation.tasks.rotated_options import all_right, process_results, rotations
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +58,6 @@ def test_group_reads_local_rows(tasks: TaskManager) -> None:
     loaded = tasks.load(["blimp_adjunct_island", "blimp_wh_island"])["tasks"]
     docs = [list(task.validation_docs()) for task in loaded.values()]
     assert [{doc["UID"] for doc in rows} for rows in docs] == [{"adjunct_island"}, {"wh_island"}]
-
-
-def test_rotated_options(tasks: TaskManager) -> None:
-    built = requests(tasks, "arc_easy_rotated")
-    assert len(built) == 6 * 3
-    assert built[1][0] == ("Question: What is 0?\nA. two\nB. six\nC. one\nAnswer:", " A")
-    task = tasks.load(["arc_easy_rotated"])["tasks"]["arc_easy_rotated"]
-    docs = list(task.test_docs())
-    assert [doc["options"][doc["gold"]] for doc in docs[:6]] == ["one"] * 3 + ["two"] * 3
-
-
-def test_always_answering_a_letter_is_never_right_in_all_rotations() -> None:
-    rows = [row for group in range(5) for row in rotations("Why?", ["a", "b", "c", "d"], group % 4, group)]
-    results = [process_results(row, [(0.0, False)] + [(-1.0, False)] * 3) for row in rows]
-    assert sum(result["acc"] for result in results) == 5
-    assert all_right([result["all_rotations"] for result in results]) == 0
-    perfect = [process_results(row, [(float(i == row["gold"]), False) for i in range(4)]) for row in rows]
-    assert all_right([result["all_rotations"] for result in perfect]) == 1
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from measuring.study import mixer_row, results_row
-from measuring.study.measure import main
+from measuring.study import mixer_row
 from mixers_table import mixers
 from tests.evaluation.conftest import random_arrays
 
@@ -21,16 +19,14 @@ MEASURED = ("kl", "wt2", "heldwiki", "repeat", "needles_1k", "pairs_8")
 @pytest.fixture
 def small(short_cells: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short windows."""
-    monkeypatch.setattr(results_row, "TEXT_WINDOW", 64)
-    monkeypatch.setattr(results_row, "SEGMENT", 16)
+    monkeypatch.setattr(mixer_row, "TEXT_WINDOW", 64)
+    monkeypatch.setattr(mixer_row, "SEGMENT", 16)
     monkeypatch.setattr(mixer_row, "LENGTH", 128)
 
 
 @pytest.fixture
 def arrays(tmp_path: Path) -> Path:
-    random_arrays(tmp_path, "wt2", "heldwiki", "anarchism", "novels")
-    with gzip.open(tmp_path / "lastword.json.gz", "wt") as file:
-        json.dump({"seen": [[[5, 6], [7]]]}, file)
+    random_arrays(tmp_path, "wt2", "heldwiki", "novels")
     return tmp_path
 
 
@@ -38,8 +34,7 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     final = tmp_path / "run" / "final"
     shutil.copytree(student_folder, final)
     stages = [{"kind": "distil", "optimizer": {"mixer_lr": 0.003}}]
-    data = {"sources": [], "decontaminate": [], "cache": None}
-    (final / "recipe.json").write_text(json.dumps({"stages": stages, "data": data, "seed": 7}))
+    (final / "recipe.json").write_text(json.dumps({"stages": stages, "seed": 7}))
     log = [
         {"stage": stage, "step": step, "tokens": 100 * step, "seconds": step, "tokens_per_second": speed * step}
         for stage, speed in (("align", 900.0), ("distil", 50.0))
@@ -48,7 +43,7 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     (final.parent / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     out = tmp_path / "rows.json"
     models = [f"teacher={teacher_folder}", f"start={student_folder}", f"trained={final}"]
-    main("mixers", arrays, out, str(teacher_folder), models, limit=3)
+    mixer_row.main(arrays, out, str(teacher_folder), models, limit=3)
     teacher, start, trained = json.loads(out.read_text())
     assert (teacher["mixer"], teacher["kept"], teacher["tokens"]) == ("softmax", [0, 1, 2, 3], 0)
     assert (start["mixer"], start["kept"], start["tokens"], start["seed"]) == ("gated_deltanet", [1, 3], 0, None)

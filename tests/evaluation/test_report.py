@@ -168,7 +168,6 @@ def test_what_cannot_be_measured_is_refused_first(options: ReportOptions, tmp_pa
         ({"dtype": "int8"}, "--dtype: got 'int8', expected one of auto, float32"),
         ({"students": ["x=no/such/folder"]}, "no/such/folder: no such folder"),
         ({"students": ["=model"]}, "=model: no such folder"),
-        ({"last_word": Path("absent.json")}, "absent.json: expected JSON"),
     ]
     for changes, said in rows:
         assert_refused(options, tmp_path, said, **changes)

@@ -22,7 +22,7 @@ from deltanet_hf.evaluation.tasks.ruler import STOCK, Ruler
 from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.models.cache_bits import set_cache_bits
 from measuring.study import unpadded_lm
-from measuring.study.results_row import load_for_measure
+from measuring.study.model_facts import load_for_measure
 from measuring.study.task_suites import COLUMNS, TaskSuites
 from measuring.study.unpadded_lm import continuations
 from support.replayed_step import EmulatedCapture

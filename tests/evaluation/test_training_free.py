@@ -1,4 +1,4 @@
-"""Free policies of equal bytes: measured on the cache, the smallest window that has as much, and blind beyond it."""
+"""Free policies of equal bytes: the longest window within them, and blind beyond it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
-from deltanet_hf.evaluation.training_free import WindowPolicy, window_of_bytes
+from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
 from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import LAYERS, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 TOKENS = 96
 KEY_VALUE = 2 * 2 * 8 * 4  # keys and values, heads, head size, float32
-
-
-def window_bytes(window: int, sinks: int = 4) -> int:
-    return (window + sinks) * (KEY_VALUE + 4) + 4  # and the numbers of the tokens, and their count
 
 
 def test_measured_bytes_are_those_of_the_plan() -> None:
@@ -31,29 +27,19 @@ def test_measured_bytes_are_those_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize("kept", [(), (1,), (0, 3)])
-def test_the_window_is_the_smallest_with_the_bytes(kept: tuple[int, ...]) -> None:
+def test_the_window_is_the_longest_within_the_bytes(kept: tuple[int, ...]) -> None:
     teacher = tiny_teacher("llama")
-    others = LAYERS - len(kept)
+    whole, others = len(kept) * KEY_VALUE * TOKENS, LAYERS - len(kept)
     for window in (1, 17):
-        budget = len(kept) * KEY_VALUE * TOKENS + others * window_bytes(window)
-        for less, expected in ((0, window), (1, window), (-1, window + 1)):
-            policy = window_of_bytes(teacher, kept, budget - less, TOKENS)
-            if budget - less < len(kept) * KEY_VALUE * TOKENS + others * window_bytes(1):
-                assert policy is None
-                continue
-            assert policy == WindowPolicy(kept, expected)
-            assert sequence_bytes(policy.apply(teacher), TOKENS) >= budget - less
+        budget = whole + others * (window + 4) * KEY_VALUE
+        for more, expected in ((-1, window - 1), (0, window), (1, window)):
+            assert longest_window(teacher, kept, budget + more, TOKENS, 16) == (expected or None)
+    assert longest_window(teacher, kept, 10**9, TOKENS, 16) == TOKENS
 
 
-def test_as_many_bytes_as_the_teacher_are_the_teacher() -> None:
-    teacher = tiny_teacher("llama")
-    policy = window_of_bytes(teacher, (), 10**9, TOKENS)
-    assert policy == WindowPolicy((), None)
-    ids = torch.arange(3, 60)[None]
-    assert torch.equal(policy.apply(teacher)(ids).logits, teacher(ids).logits)
-    everything = window_of_bytes(teacher, range(LAYERS), LAYERS * KEY_VALUE * TOKENS, TOKENS)
-    assert everything is not None
-    assert torch.equal(everything.apply(teacher)(ids).logits, teacher(ids).logits)
+def test_without_a_window_it_is_the_teacher() -> None:
+    teacher, ids = tiny_teacher("llama"), torch.arange(3, 60)[None]
+    assert torch.equal(WindowPolicy((), None).apply(teacher)(ids).logits, teacher(ids).logits)
 
 
 @torch.no_grad()
@@ -79,22 +65,19 @@ def test_a_familys_own_window_is_not_made_larger() -> None:
     full = sequence_bytes(WindowPolicy((), 50).apply(teacher), TOKENS)
     own = sequence_bytes(restrict_to_window(tiny_teacher("gemma2"), 50), TOKENS)
     assert full < own
-    policy = window_of_bytes(teacher, (), full, TOKENS)
-    assert policy == WindowPolicy((), 50)
 
 
 def test_single_heads_stay_as_they_are() -> None:
     teacher = tiny_teacher("llama")
     head = KEY_VALUE // 2
-    full = LAYERS * KEY_VALUE * TOKENS
 
     def size(window: int) -> int:
         return sequence_bytes(WindowPolicy((3,), window, heads=((1, 0),)).apply(teacher), TOKENS)
 
     assert size(9) - size(8) == 2 * (KEY_VALUE + 4) + (head + 4)  # two layers of windows, and one head
-    policy = window_of_bytes(teacher, (3,), size(17) - 1, TOKENS, heads=[(1, 0)])
-    assert policy == WindowPolicy((3,), 17, heads=((1, 0),))
-    assert size(1) < full
+    budget = KEY_VALUE * TOKENS + 2 * (17 + 4) * KEY_VALUE + head * TOKENS + (17 + 4) * head
+    for more, expected in ((-1, 16), (0, 17)):
+        assert longest_window(teacher, (3,), budget + more, TOKENS, 16, [(1, 0)]) == expected
 
 
 def test_windows_on_chosen_layers_only() -> None:

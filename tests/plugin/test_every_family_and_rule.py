@@ -13,7 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers import MIXERS
-from deltanet_hf.models.families import FAMILIES, PREFIX, UNPACKABLE
+from deltanet_hf.model_types import UNPACKABLE, family_type
+from deltanet_hf.models.families import FAMILIES
 from support.float64 import Float64, double
 from support.registry import IN_FULL
 from support.tiny_models import HYBRID, ONE_NORM, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
@@ -156,7 +157,7 @@ def test_packed_equals_unpacked(model: PreTrainedModel, tokens: torch.Tensor) ->
     parts = torch.cat([logits(model, row[:, :6]), logits(model, row[:, 6:7]), logits(model, row[:, 7:])], dim=1)
     positions = torch.cat([torch.arange(6), torch.arange(1), torch.arange(LENGTH - 7)]).unsqueeze(0)
     boundaries = torch.tensor([0, 6, 7, LENGTH], dtype=torch.int32)
-    if model.config.model_type.removeprefix(PREFIX) in UNPACKABLE:
+    if family_type(model.config) in UNPACKABLE:
         for packed in ({"position_ids": positions}, {"cu_seq_lens_q": boundaries}):
             with pytest.raises(ValueError, match="packed sequences: softmax attention of gpt_oss"):
                 logits(model, row, **packed)

@@ -12,12 +12,11 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf.decoding import capture, decoded_by
 from deltanet_hf.decoding.captured_graphs import captured_graphs_of
 from deltanet_hf.decoding.prompts import read_prompt
-from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, read
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES
 from support.cache_tensors import cache_tensors
-from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
 
 pytestmark = pytest.mark.gpu
 TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
@@ -142,23 +141,3 @@ def test_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prompts.capturable
     assert list(prompts.kept) == [(2, 64), (2, 768)]
     assert len({prompt.memory for prompt in prompts.kept.values()}) == 1
-
-
-@pytest.mark.parametrize("kind", ["teacher", "all", "half"])
-def test_a_graph_of_the_compiled_model(kind: str) -> None:
-    model = (
-        tiny_teacher("llama") if kind == "teacher" else tiny_student("llama", layers=None if kind == "all" else HYBRID)
-    )
-    model.cuda()
-    found = []
-    for mode in (EAGER, COMPILED):
-        cache, texts = mode.cache(model, 0), []
-        with torch.inference_mode():
-            token = read(model, TOKENS.cuda(), cache)
-            step = mode.step(model, cache)
-            for _ in range(24):
-                texts.append(token.clone())
-                token = step(token)
-        found.append(torch.cat(texts, dim=1).tolist())
-    assert found[0] == found[1]
-    assert not any("forward" in vars(module) for module in model.modules())

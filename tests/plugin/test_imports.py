@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from deltanet_recipes.cli import COMMANDS
 from support.tiny_models import tiny_student
 
 ROOT = Path(__file__).parents[2]
+INSTALLED = ("kernels/deltanet_kernels", "deltanet_hf", "convert/deltanet_convert", "recipes/deltanet_recipes")
 # Not imported where a model is only loaded and run.
 EVALUATION = ("deltanet_hf.evaluation", "lm_eval", "datasets")
 CONVERSION = ("deltanet_convert", "gguf", "matplotlib")
@@ -30,6 +33,25 @@ def imported(*steps: tuple[str, tuple[str, ...]]) -> list[list[str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     run = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, env=environment)
     return [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("imported")]
+
+
+def imports_in(file: Path, module: str) -> set[str]:
+    """The names that a module's file imports, at its top and in functions, but for type checkers."""
+    found = set()
+    left: list[ast.AST] = [ast.parse(file.read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom):
+            package = module.split(".") if file.stem == "__init__" else module.split(".")[:-1]
+            parts = package[: len(package) + 1 - node.level] if node.level else []
+            origin = ".".join([*parts, *([node.module] if node.module else [])])
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        left += ast.iter_child_nodes(node)
+    return found
 
 
 def help_of(*arguments: str) -> str:
@@ -94,8 +116,25 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     assert imported((scripts, ("torch", "triton", "transformers", "lm_eval", "matplotlib"))) == [[]]
 
 
+def test_files_and_rooms_form_an_order() -> None:
+    """A room is a folder without folders; other files stand for themselves."""
+    files = {}
+    for root in (ROOT / package for package in (*INSTALLED, "recipes/measuring")):
+        for file in root.rglob("*.py"):
+            files[".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")] = file
+    split = {file.parent.parent for file in files.values()}  # folders with folders
+    rooms = {module: module if file.parent in split else file.parent for module, file in files.items()}
+    between_files: dict[str, set[str]] = {}
+    between_rooms: dict[Path | str, set[Path | str]] = {}
+    for module, file in files.items():
+        between_files[module] = {name for name in imports_in(file, module) if name in files and name != module}
+        needed = {rooms[name] for name in between_files[module]} - {rooms[module]}
+        between_rooms.setdefault(rooms[module], set()).update(needed)
+    assert len(set(TopologicalSorter(between_files).static_order())) == len(files)  # CycleError names a circle
+    assert len(set(TopologicalSorter(between_rooms).static_order())) == len(between_rooms)
+
+
 def test_no_installed_module_imports_what_a_checkout_measures_with() -> None:
-    packages = ("deltanet_hf", "kernels/deltanet_kernels", "convert/deltanet_convert", "recipes/deltanet_recipes")
-    for package in packages:
+    for package in INSTALLED:
         for file in (ROOT / package).rglob("*.py"):
             assert not re.search(r"^\s*(import|from) measuring\b", file.read_text(), re.MULTILINE), file

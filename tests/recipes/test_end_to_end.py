@@ -20,7 +20,7 @@ from deltanet_hf.evaluation.speed.random_models import PLANNED, SHAPES
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from measuring import rows as row_files
 from measuring.benchmarks import end_to_end, model_at_points
-from measuring.benchmarks.end_to_end import KINDS, benchmark, turns
+from measuring.benchmarks.end_to_end import KINDS, benchmark
 from measuring.benchmarks.model_at_points import ModelAtPoints
 from support.replayed_step import EmulatedCapture
 from support.tiny_models import TINY_SHAPE, tiny_teacher
@@ -63,15 +63,12 @@ def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[tupl
     return calls
 
 
-def test_models_are_compiled_after_everything_else() -> None:
-    modes = ["eager", "graph"]
-    first = [
-        (shape, kind, modes if KINDS[kind].served else ["eager"]) for shape in ("135M", "1B", "8B") for kind in KINDS
-    ]
-    again = [(shape, kind, ["compiled"]) for shape, kind, _ in first if KINDS[kind].served]
-    assert list(turns(list(SHAPES), list(KINDS), list(MODES))) == first + again
-    assert list(turns(["1B"], ["all"], ["compiled"])) == [("1B", "all", ["compiled"])]
-    assert list(turns(["1B"], ["all"], ["graph"])) == [("1B", "all", ["graph"])]
+def test_only_models_in_a_form_of_their_own_are_measured_by_graph() -> None:
+    rows = list(end_to_end.labels(["1B"], list(KINDS), list(MODES)))
+    for kind, chosen in KINDS.items():
+        modes = {row["mode"] for row in rows if row["kind"] == kind}
+        assert modes == ({"eager", "graph"} if chosen.served else {"eager"})
+    assert len({tuple(row.values()) for row in rows}) == len(rows)
 
 
 def test_rows_and_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +124,10 @@ def test_errors_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(model_at_points, "check_decoding", check)
     monkeypatch.setattr(model_at_points, "timed_steps", fill)
     monkeypatch.setattr(model_at_points, "DECODINGS", 1)
-    chosen = options(path, modes=["eager", "graph", "compiled"], kinds=["teacher"])
+    chosen = options(path, modes=["eager", "graph"], kinds=["teacher"])
     benchmark(chosen)
     errors = {labels(row)[1:]: row.get("error") for row in rows_of(path)}
     wrong = "graph: a greedily decoded token is wrong"
-    compiled = [errors.pop(("compiled", *point)) for point in ((1, 16), (2, 24))]
-    assert all("--mode compiled: the decoding step cannot" in (error or "") for error in compiled)
     assert errors == {
         ("eager", 1, 16): "out of memory",
         ("graph", 1, 16): wrong,
@@ -173,7 +168,7 @@ def test_a_slow_prefill_is_timed_once(seconds: float, repeats: int, monkeypatch:
     before = model_at_points.timed_prompt
     monkeypatch.setattr(model_at_points, "check_decoding", lambda *_: 0.0)
     monkeypatch.setattr(model_at_points, "timed_prompt", lambda *args: (seconds, before(*args)[1]))
-    row = ModelAtPoints(model, {}, (1, 8)).measure(EAGER, (3, 20))
+    row = ModelAtPoints(model, {}).measure(EAGER, (3, 20))
     assert (row["repeats"], row["prefill_tokens_per_s"]) == (repeats, 60 / seconds)
     cache = EAGER.cache(model, 0)
     before(EAGER, model, torch.zeros(3, 20, dtype=torch.long), cache)
@@ -187,7 +182,7 @@ def test_times_are_medians_after_a_first_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(model_at_points, "check_decoding", lambda *_: 0.0)
     monkeypatch.setattr(model_at_points, "timed_prompt", lambda *args: (next(prompts), prompt(*args)[1]))
     monkeypatch.setattr(model_at_points, "timed_steps", lambda *args: (next(steps), decode(*args)[1]))
-    row = ModelAtPoints(tiny_teacher("llama"), {}, (1, 8)).measure(EAGER, (3, 20))
+    row = ModelAtPoints(tiny_teacher("llama"), {}).measure(EAGER, (3, 20))
     assert row["prefill_tokens_per_s"] == 60 / 2
     assert row["decode_ms"] == 1000 * 0.4 / 2  # runs of two steps
 

@@ -27,7 +27,7 @@ from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.microstep import compile_layers
 from deltanet_recipes.training.model_pair import decoder_layers, load_student
 from deltanet_recipes.training.pipeline import run
-from measuring.study.results_row import load_for_measure
+from measuring.study.model_facts import load_for_measure
 from support.tiny_models import tiny_student
 from support.tiny_run import ALIGN, DISTIL, NO_CHECKPOINTS, WORDS, make_workplace, tiny_recipe
 

@@ -20,7 +20,8 @@ from deltanet_convert.job import Job, prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
-from deltanet_convert.teacher_model import Source, Teacher, open_teacher
+from deltanet_convert.storage.teacher_source import Source
+from deltanet_convert.teacher_model import Teacher, open_teacher
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from support.tiny_models import COMMON, tiny_teacher

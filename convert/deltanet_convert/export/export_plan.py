@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
+from ..meta_model import meta_model
 from ..storage.shard_writer import Layout, plan_layout
 from ..storage.versions import versions
-from ..teacher_model import meta_model, output_specs
+from ..teacher_model import output_specs
 from .model_folder import FINAL_NORM, ConvertedModel
 from .norms import factors_to_json, fold_factors, loses_bits
 from .obstacles import QWEN3_5_FAMILY, family_name

@@ -22,9 +22,10 @@ from deltanet_hf.models.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, D
 from deltanet_hf.safe_write import writing
 from deltanet_hf.version import install_command
 
+from ..meta_model import meta_model
 from ..storage.safetensors_folder import Checkpoint, read_json
 from ..storage.shard_writer import Layout, plan_layout
-from ..teacher_model import check_tensors, meta_model, output_specs
+from ..teacher_model import check_tensors, output_specs
 from . import rewrite
 from .companions import write_companions
 from .folder_writer import Progress, write_folder

@@ -12,13 +12,15 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.model_types import PREFIX
 from deltanet_hf.models.factory import model_class
-from deltanet_hf.models.families import FAMILIES, PREFIX
+from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
+from ..meta_model import meta_model
 from ..storage.safetensors_folder import Checkpoint, read_json
-from ..teacher_model import check_tensors, meta_model
+from ..teacher_model import check_tensors
 from .obstacles import family_name
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.models.families import PREFIX
+from deltanet_hf.model_types import family_type
 from deltanet_hf.models.layers import Kind, LayerTable
 
 from ..start.norm_config import WITHOUT_NORMS, needs_norms
@@ -58,7 +58,7 @@ class Obstacle:
 
 def family_name(config: PreTrainedConfig) -> str:
     """The model_type of the teacher, given a converted model's config or the teacher's own."""
-    return str(config.model_type).removeprefix(PREFIX)
+    return family_type(config)
 
 
 def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:

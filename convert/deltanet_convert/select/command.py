@@ -16,7 +16,7 @@ from ..command_options import takes
 from .select_options import SelectOptions
 
 if TYPE_CHECKING:
-    from ..teacher_model import Source
+    from ..storage.teacher_source import Source
     from .run import Show
     from .selection_file import Selection
     from .task import SelectionTask
@@ -64,7 +64,7 @@ def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selectio
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
-        table = made.for_teacher(opened).table_of((), opened.config)
+        table = made.for_teacher(opened).table(opened.num_layers, (), opened.config)
         task = plan_selection(opened, options, table)
         return run_selection(task, out, show, overwrite=options.overwrite), task
 

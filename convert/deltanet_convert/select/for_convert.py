@@ -62,7 +62,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             )
         budget = Budget.usual(candidates, options.cache_bits < 16 and options.plans_windows)
     choice = SelectOptions(keep=budget, seed=options.seed, device=options.device)
-    task = plan_selection(teacher, choice, options.table_of((), teacher.config))
+    task = plan_selection(teacher, choice, options.table(teacher.num_layers, (), teacher.config))
     if task.spending is not None and not options.plans_windows:
         raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
     file = selection_path(out)

@@ -20,8 +20,8 @@ from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.quantised_cache_spec import key_ranges
 from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.model_types import HALF_ANGLES
 from deltanet_hf.models.cache_bits import KEY_ORDER
-from deltanet_hf.models.families import HALF_ANGLES
 from deltanet_kernels.packed_cache.layout import key_bits
 
 IMPLEMENTATION = "deltanet_key_order"  # the name under which the families' attention finds `_record`

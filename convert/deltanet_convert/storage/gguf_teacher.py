@@ -20,7 +20,7 @@ from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.families import FAMILIES
 from deltanet_kernels.installed_versions import require
 
-from ..teacher_model import meta_model, tied_names
+from ..meta_model import meta_model, tied_names
 from .gguf_tokenizer import field_value, read_tokenizer, save_tokenizer
 from .safetensors_folder import BLOCK_ELEMENTS
 from .shard_writer import ShardWriter, TensorSpec, plan_layout

@@ -1,6 +1,7 @@
 """Finds a teacher given as a local folder, a GGUF file or a hub id; the result is always a local folder."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,8 +11,17 @@ from deltanet_hf.hub import model_folder
 from deltanet_hf.inside import check_links
 from deltanet_hf.safe_write import write_atomically, writing
 
-from ..teacher_model import Source
 from .safetensors_folder import PICKLES
+
+
+@dataclass(frozen=True)
+class Source:
+    """The folder of a teacher."""
+
+    name: str  # the folder's or file's name, or the hub id
+    folder: Path
+    revision: str | None  # commit on the hub
+    gguf: Path | None = None  # the file of which `folder` is a dequantised copy, which is removed at the end
 
 
 def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None, revision: str | None = None) -> Source:

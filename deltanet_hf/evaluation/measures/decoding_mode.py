@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -18,7 +17,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.decoding.graphed_step import graphed_step
 from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.decoding.static_cache import NotCapturable
-from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.argument import CACHE
 
 MOST_STEPS = 256  # of a step made here
@@ -61,19 +60,6 @@ def _graphed(model: PreTrainedModel, cache: Cache) -> Step:
     return lambda token: logits(token).argmax(-1)
 
 
-def _compiled(model: PreTrainedModel, cache: Cache) -> Step:
-    try:
-        logits = graphed_step(model, cache, MOST_STEPS, compiled=True)
-    except torch.OutOfMemoryError:
-        raise
-    except (NotCapturable, RuntimeError) as error:  # torch.compile's own errors are RuntimeErrors
-        reason = one_line(error, 300)
-        raise UserError(
-            f"--mode compiled: the decoding step cannot be compiled and captured ({reason}); use --mode graph"
-        ) from error
-    return lambda token: logits(token).argmax(-1)
-
-
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     """Read tokens [B, T] into the cache; the likeliest next tokens [B, 1]."""
     return model(tokens, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1:].argmax(-1)
@@ -88,5 +74,4 @@ def read_captured(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tenso
 
 EAGER = Mode("eager", _growing, read, _eager)
 GRAPH = Mode("graph", _growing, read_captured, _graphed)
-COMPILED = Mode("compiled", _growing, read_captured, _compiled)
-MODES = {mode.name: mode for mode in (EAGER, GRAPH, COMPILED)}
+MODES = {mode.name: mode for mode in (EAGER, GRAPH)}

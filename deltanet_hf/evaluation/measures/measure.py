@@ -8,8 +8,7 @@ can be compared item by item. The names of figures are
 - PART, the share of a part's tokens that are the most likely ones, and PART_kl. Texts with parts of the same name give
   one figure;
 - PROBE, PROBE.first and PROBE.nats: the shares of answers of which greedy decoding gives all tokens and the first
-  token, and the nats of an answer;
-- WORD, the share of requests for which greedy decoding gives exactly the targets.
+  token, and the nats of an answer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from deltanet_hf.evaluation.measures.continuations import TokenRequest, score_continuations, token_budget
+from deltanet_hf.evaluation.measures.continuations import token_budget
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
@@ -65,14 +64,12 @@ class Settings:
         texts: name -> text.
         teacher: that other models are compared with.
         probes: name -> probes.
-        words: name -> requests.
         bytes_at: tokens of the sequence whose cache is measured.
     """
 
     texts: Mapping[str, Text] = field(default_factory=dict)
     teacher: Forward | None = None
     probes: Mapping[str, Sequence[Probe]] = field(default_factory=dict)
-    words: Mapping[str, list[TokenRequest]] = field(default_factory=dict)
     bytes_at: int | None = None
 
     def without_facts(self) -> Settings:
@@ -123,9 +120,6 @@ def measure(model: PreTrainedModel, settings: Settings) -> Measured:
         answers = answer_outcomes(model, probes)
         for figure, values in ((name, answers.exact), (f"{name}.first", answers.first), (f"{name}.nats", answers.nats)):
             found[figure] = Clusters.of(values, answers.owners)
-    for name, requests in settings.words.items():
-        greedy = score_continuations(_last_logits(model), requests, model.device, token_budget(model))
-        found[name] = Clusters.each([float(right) for _, right in greedy])
     return Measured(0 if settings.bytes_at is None else sequence_bytes(model, settings.bytes_at), found)
 
 
@@ -152,7 +146,3 @@ def _items(values: np.ndarray, block: int | None) -> Clusters:
     starts = np.arange(0, scored, block or scored)
     sums = np.add.reduceat(values.astype(np.float64), starts, axis=1)
     return Clusters(sums.flatten(), np.tile(np.diff([*starts, scored]), count))
-
-
-def _last_logits(model: PreTrainedModel) -> Any:
-    return lambda ids, keep: model(ids, use_cache=False, logits_to_keep=keep).logits

@@ -30,7 +30,7 @@ class Clusters:
     def of(cls, samples: Sequence[float] | np.ndarray, owners: Sequence[int] | np.ndarray) -> Clusters:
         """The clusters of samples [M] whose clusters have the labels `owners` [M].
 
-        A cluster is, for instance, all questions about one document or all rotations of one question.
+        A cluster is, for instance, all questions about one document.
         """
         _, index = np.unique(np.asarray(owners), return_inverse=True)
         return cls(np.bincount(index, np.asarray(samples, dtype=np.float64)), np.bincount(index))

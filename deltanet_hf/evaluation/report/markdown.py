@@ -32,14 +32,6 @@ def markdown(document: dict[str, Any]) -> str:
     if tasks:
         columns = [_percent(), *(_task(name, task["metric"]) for name, task in tasks.items())]
         parts += ["## Tasks", "", *_table(models, columns), "", _task_notes(settings), ""]
-    rotated = [_task(task, "all_rotations") for task in tasks if task.endswith("_rotated")]
-    if rotated:
-        parts += [
-            "Percent of questions answered correctly in all rotations:",
-            "",
-            *_table(models, rotated),
-            "",
-        ]
     texts = list(models[0]["texts"])
     if texts:
         parts += ["## Perplexity", "", *_table(models, [_text(text, "perplexity", 2) for text in texts]), ""]
@@ -74,7 +66,7 @@ def _task_notes(settings: dict[str, Any]) -> str:
     missing = f" No data for: {', '.join(settings['without_data'])}." if settings["without_data"] else ""
     return (
         "`% of teacher` is the mean over tasks of (model - chance) / (teacher - chance); its error follows from paired "
-        "items. Generation tasks, rotated tasks and tasks in which the teacher is at chance are not part of it. "
+        "items. Generation tasks and tasks in which the teacher is at chance are not part of it. "
         f"Metrics in percent: {metrics}. Rows scored: {rows}.{missing}"
     )
 
@@ -128,7 +120,6 @@ def _title(name: str) -> str:
         "mqar": f"MQAR, {size} pairs",
         "needle": f"4 needles in {size}",
         "prose": f"facts in {size} tokens of prose",
-        "last_word": f"last word ({size})",
     }[kind]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.data import shipped_texts, with_prefix
 from deltanet_hf.data.text_files import TextFile
-from deltanet_hf.errors import UserError, one_line
-from deltanet_hf.evaluation.measures.continuations import TokenRequest
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.evaluation.report.model_rows import DEFAULT_BASELINES
 from deltanet_hf.evaluation.tasks.harness import Harness
@@ -26,7 +22,6 @@ from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, Suite
 from deltanet_hf.evaluation.tasks.text_windows import encode_documents, token_ids, wikitext_texts, windows
 from deltanet_hf.hub import loadable_folder
 
-_NO_LIMIT = 10**6  # tokens of a last-word request
 _HAYSTACKS = 10  # length of the haystack text, in contexts
 
 
@@ -44,7 +39,6 @@ class ReportOptions:
             also gives the segments of the exact repeat.
         windows: number of windows per text, of the first length of the suite.
         haystack: text file of the needle task; None for the text that ships with this package.
-        last_word: JSON file {name: [[context ids, answer ids], ...]}, measured by greedy exact match.
         baselines: names in `BASELINES`.
         limit: largest number of rows per task, windows per text and recall probes; None for no limit.
         max_length: longest context of needles, speed and long windows in tokens; None for the teacher's limit.
@@ -62,7 +56,6 @@ class ReportOptions:
     texts: dict[str, Path] = field(default_factory=dict)
     windows: int = 64
     haystack: Path | None = None
-    last_word: Path | None = None
     baselines: tuple[str, ...] = DEFAULT_BASELINES
     limit: int | None = None
     max_length: int | None = None
@@ -81,7 +74,6 @@ class Material:
         texts: name, or NAME@LENGTH of several lengths -> windows [N, T] int64 of token ids.
         repeat: segments [N, T] int64 of the exact repeat.
         recall: `needle_LENGTH`, `prose_LENGTH` or `mqar_PAIRS` -> probes.
-        last_word: name -> requests, scored by greedy exact match.
         speed_lengths: context lengths at which memory and speed are measured.
     """
 
@@ -89,7 +81,6 @@ class Material:
     texts: dict[str, Tensor]
     repeat: Tensor
     recall: dict[str, list[Probe]]
-    last_word: dict[str, list[TokenRequest]]
     speed_lengths: tuple[int, ...]
 
 
@@ -133,7 +124,6 @@ def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, lo
         texts=texts,
         repeat=windows(haystack, repeated, count) if repeat is None else repeat,
         recall=_recall(suite, tokenizer, haystack, context, probes),
-        last_word=_read_last_word(options.last_word, options.limit),
         speed_lengths=tuple(length for length in suite.speed_lengths if length <= context),
     )
 
@@ -151,20 +141,3 @@ def _recall(
         if length <= longest:
             built[f"prose_{length}"] = prose_facts(tokenizer, text, length, count)
     return built
-
-
-def _read_last_word(path: Path | None, limit: int | None) -> dict[str, list[TokenRequest]]:
-    if path is None:
-        return {}
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt") as stream:
-            groups = json.load(stream)
-        return {
-            name: [TokenRequest.truncated(context, answer, _NO_LIMIT) for context, answer in pairs[:limit]]
-            for name, pairs in groups.items()
-        }
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path}: expected JSON {{name: [[context ids, answer ids], ...]}} ({one_line(error)})"
-        ) from error

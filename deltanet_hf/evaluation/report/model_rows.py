@@ -26,12 +26,11 @@ from deltanet_hf.evaluation.baselines import (
     switch_off_window,
     untrained,
 )
-from deltanet_hf.evaluation.measures.speed import sequence_bytes
-from deltanet_hf.evaluation.training_free import WindowPolicy, window_of_bytes
+from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
-from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.restrict import restrict_to_window
 
@@ -132,10 +131,14 @@ def _kept_layers(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrained
 
 
 def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tuple[int, ...]) -> PreTrainedModel:
-    """The teacher with untrained windows of the bytes and bits of the student; of one token if all have more."""
+    """The teacher with untrained windows in the bits of the student: the shortest ones with at least as many bytes.
+
+    It is the teacher itself if all have fewer.
+    """
     bits = cache_bits_of(model)
-    policy = window_of_bytes(teacher, kept, sequence_bytes(model, BYTES_AT), BYTES_AT, bits)
-    return set_cache_bits((policy or WindowPolicy(kept, 1)).apply(teacher), bits)
+    smaller = longest_window(teacher, kept, stored_bytes(model, BYTES_AT, bits) - 1, BYTES_AT, bits) or 0
+    policy = WindowPolicy(kept, None if smaller == BYTES_AT else smaller + 1)
+    return set_cache_bits(policy.apply(teacher), bits)
 
 
 def _ablations(wiring: Any, hybrid: bool) -> list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]]:

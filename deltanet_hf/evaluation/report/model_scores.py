@@ -19,7 +19,7 @@ from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 
 NOTHING = Measured(0, {})
-REPEAT, WORD = "repeat", "last_word_"
+REPEAT = "repeat"
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ModelScores:
     Attributes:
         tasks: name of an lm-eval task -> result.
         texts: figures of the texts.
-        recall: figures of the exact repeat, the probes and last words, and the bytes of 2,048 tokens.
+        recall: figures of the exact repeat and the probes, and the bytes of 2,048 tokens.
         control: of the teacher only, the figures of the probes without the facts.
         seconds: name of a group of measurements -> duration.
     """
@@ -70,8 +70,7 @@ class ModelScores:
         """Name of a recall measure -> score."""
         clusters = self.recall.clusters
         found = {f"{REPEAT}_perplexity": clusters[f"loss_{REPEAT}"].perplexity}
-        shown = [*self.recall.probes, *(name for name in clusters if name.startswith(WORD))]
-        return found | {name: clusters[name].score for name in shown}
+        return found | {name: clusters[name].score for name in self.recall.probes}
 
 
 def _plain(scores: dict[str, Score]) -> dict[str, dict[str, float | None]]:
@@ -104,8 +103,7 @@ def measure_model(
         texts = {name: Text(windows) for name, windows in material.texts.items()}
         result.texts = measure(model, Settings(texts, teacher))
         lap("texts")
-    words = {f"{WORD}{name}": requests for name, requests in material.last_word.items()}
-    recall = Settings({REPEAT: repeated(material.repeat)}, None, material.recall, words, BYTES_AT)
+    recall = Settings({REPEAT: repeated(material.repeat)}, None, material.recall, BYTES_AT)
     result.recall = measure(model, recall)
     if teacher is None:
         result.control = measure(model, recall.without_facts())

@@ -66,7 +66,7 @@ def _request(options: ReportOptions, rows: list[ModelRow]) -> dict[str, Any]:
     """Everything that the scores depend on: options, software, and the state of each file that is read."""
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     paths = [Path(row.folder) for row in rows] + [
-        Path(path) for path in (options.data, options.haystack, options.last_word, *options.texts.values()) if path
+        Path(path) for path in (options.data, options.haystack, *options.texts.values()) if path
     ]
     return {
         "options": {name: value for name, value in given.items() if name not in WITHOUT_EFFECT},

@@ -21,8 +21,8 @@ MOST = 1.0  # a token at random is more than three below
 
 
 @torch.inference_mode()
-def check_decoding(model: PreTrainedModel, mode: Mode, batch: int = 2, length: int = 300) -> float:
-    """Decode greedily from random prompts and compare each token with a complete forward pass of what came before.
+def check_decoding(model: PreTrainedModel, mode: Mode, length: int = 300) -> float:
+    """Decode greedily from two random prompts and compare each token with a complete forward pass of what came before.
 
     Deep models with random weights amplify rounding. If a token is further below the best than `ROUNDING` allows,
     the limit is what rounding does to this model's logits, measured by `rounding_noise`.
@@ -33,7 +33,7 @@ def check_decoding(model: PreTrainedModel, mode: Mode, batch: int = 2, length: i
     Raises:
         QualityError: it is further than rounding explains.
     """
-    tokens = random_tokens(model, batch, length, seed=7)
+    tokens = random_tokens(model, 2, length, seed=7)
     cache = mode.cache(model, length + STEPS)
     found = [mode.prompt(model, tokens, cache)]
     step = mode.step(model, cache)

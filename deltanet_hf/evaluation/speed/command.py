@@ -27,8 +27,7 @@ def bench_command(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="How to decode, repeatable: eager, graph, which replays a CUDA graph, or compiled, which replays a "
-            "CUDA graph of what torch.compile makes of the model.",
+            help="How to decode, repeatable: eager, or graph, which replays a CUDA graph.",
             show_default="graph on a GPU, eager on a CPU, as generate does",
         ),
     ] = None,

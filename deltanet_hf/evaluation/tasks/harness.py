@@ -28,7 +28,6 @@ from deltanet_hf.evaluation.tasks.code_eval import code_runs_here
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, templates_compiled_once
 from deltanet_hf.evaluation.tasks.local_data import blimp_paradigms, write_task_folder
-from deltanet_hf.evaluation.tasks.rotated_options import right_in_all
 from deltanet_hf.evaluation.tasks.ruler import Ruler
 from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
 
@@ -138,7 +137,6 @@ def _members(name: str, known: list[str]) -> list[str]:
 def _collect(task: SuiteTask, parts: list[ConfigurableTask]) -> TaskResult:
     """Scores of a task from its answered requests, through lm-eval's filters and `process_results`."""
     samples: dict[str, list[Any]] = {}
-    clusters: list[int] = []
     for part in parts:
         part.apply_filters()
         by_doc: dict[int, list[Any]] = {}
@@ -155,23 +153,18 @@ def _collect(task: SuiteTask, parts: list[ConfigurableTask]) -> TaskResult:
         # Programs that a model wrote run in processes of their own, side by side.
         with ThreadPoolExecutor(os.cpu_count() if part.config.unsafe_code else 1) as threads:
             found = list(threads.map(metrics_of, by_doc.values()))
-        for instances, metrics in zip(by_doc.values(), found, strict=True):
-            doc = instances[0].doc
-            for metric, value in metrics.items():
-                samples.setdefault(metric, []).append(value)
-            clusters.append(doc["group"] if "all_rotations" in metrics else len(clusters))
+        for metric, value in (pair for metrics in found for pair in metrics.items()):
+            samples.setdefault(metric, []).append(value)
     scores: dict[str, Score] = {}
     for metric, values in samples.items():
         if metric == "perplexity":
             scores[metric] = Clusters.each([-value for value in values]).perplexity
-        elif metric == "all_rotations":
-            scores[metric] = Clusters.each(right_in_all(values)).score
         elif isinstance(values[0], list):  # several values per row, as IFEval's instructions
             scores[metric] = Clusters(
                 np.array([sum(row) for row in values]), np.array([len(row) for row in values])
             ).score
         else:
-            scores[metric] = Clusters.of([float(value) for value in values], clusters).score
+            scores[metric] = Clusters.each([float(value) for value in values]).score
     if task.name == "blimp":
         scores["acc"] = _stratified(parts, samples["acc"])
     return TaskResult(np.asarray([float(value) for value in samples[task.metric]]), scores)

@@ -114,10 +114,6 @@ TASKS: dict[str, LocalTask] = {
     "ifeval": LocalTask("ifeval/ifeval.yaml", _split("ifeval", "train")),
     "humaneval": LocalTask("humaneval/humaneval.yaml", _split("humaneval", "test")),
     "mbpp": LocalTask("mbpp/mbpp.yaml", _split("mbpp", "test")),
-    "arc_easy_rotated": LocalTask("rotated/arc_easy.yaml", _split("arc_easy", "test"), _arc, own=True),
-    "arc_challenge_rotated": LocalTask("rotated/arc_challenge.yaml", _split("arc_challenge", "test"), _arc, own=True),
-    "openbookqa_rotated": LocalTask("rotated/openbookqa.yaml", _split("openbookqa", "test"), _openbookqa, own=True),
-    "sciq_rotated": LocalTask("rotated/sciq.yaml", _split("sciq", "validation", "test"), own=True),
 }
 
 
@@ -193,8 +189,8 @@ def write_task_folder(folder: Path, data: Path | None, more: Path | None = None)
         data: folder of local rows; None if all rows come from the Hub.
         more: another folder of task YAML files to include.
 
-    Returns the names of the tasks in `folder`: those with local rows, this package's own (the demo's, rotated options,
-    last word, SQuAD), and those of `more`. Raises UserError for a folder that is missing or holds no known task.
+    Returns the names of the tasks in `folder`: those with local rows, this package's own (the demo's, last
+    word, SQuAD), and those of `more`. Raises UserError for a folder that is missing or holds no known task.
     """
     names = [] if data is None else _write_local_tasks(folder, data)
     for root in [OWN_TASKS, *([more] if more else [])]:

@@ -55,10 +55,6 @@ FULL = (
     SuiteTask("triviaqa", "exact_match", 0.0, rows=1000, averaged=False),
     SuiteTask("nq_open", "exact_match", 0.0, rows=1000, averaged=False),
     SuiteTask("gsm8k", "exact_match", 0.0, rows=250, averaged=False),
-    SuiteTask("arc_easy_rotated", "acc", 0.25, averaged=False),
-    SuiteTask("arc_challenge_rotated", "acc", 0.25, averaged=False),
-    SuiteTask("openbookqa_rotated", "acc", 0.25, averaged=False),
-    SuiteTask("sciq_rotated", "acc", 0.25, averaged=False),
 )
 
 # Sets that papers report, 0-shot.

@@ -41,6 +41,9 @@ class CutSoftmax(FarSoftmax):
     limit: int  # distances from which on all are seen as limit - 1
     layer_idx: int
 
+    def take(self, rotary: nn.Module, limit: int) -> None:
+        self.rotary, self.limit = (rotary,), limit
+
     def further(self, own: Tensor | None, call: dict[str, Any]) -> dict[str, Any]:
         cache = cache_in(call)
         seen = 0 if cache is None else cache.get_seq_length(self.layer_idx)

@@ -9,7 +9,7 @@ from torch import nn
 
 from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
 from deltanet_hf.mixers.cache.protocol import TensorShape
-from deltanet_hf.mixers.layer.layer_kind import LayerKind, softmax_bytes
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, own_kind, softmax_bytes
 
 
 class FamilyAttention(LayerKind):
@@ -29,10 +29,14 @@ class FamilyAttention(LayerKind):
 
     @property
     def softmax_parts(self) -> list[tuple[Any, int]]:
-        return [(self.attention, int(self.attention.config.num_key_value_heads))]
+        return [(self.attention, self.growing_heads)]
 
     def use_cache_bits(self, bits: int) -> None:
         pack_softmax(self.attention, bits)
+
+    @property
+    def growing_heads(self) -> int:
+        return int(self.attention.config.num_key_value_heads)
 
     def new_parts(self) -> list[nn.Module]:
         return []
@@ -46,4 +50,4 @@ class FamilyAttention(LayerKind):
 
 def kind_of(attention: Any) -> LayerKind:
     """A layer's attention, or a branch of it, as what can be asked."""
-    return attention if isinstance(attention, LayerKind) else FamilyAttention(attention)
+    return own_kind(attention) or FamilyAttention(attention)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -88,6 +88,9 @@ class FarSoftmax:
             **self.further(own, kwargs),
             **kwargs,
         )
+
+    def take(self, rotary: nn.Module, limit: int) -> None:
+        """Take the family's rotary embedding and the teacher's number of positions, where `further` needs them."""
 
     def route(self) -> None:
         """Let the family's attention find its function."""

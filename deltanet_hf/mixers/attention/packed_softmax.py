@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
-from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
-from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.mixers.attention.paired_class import behind, paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
@@ -29,6 +29,7 @@ from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.masks import sliding_window
 
 
@@ -42,6 +43,7 @@ class PackedSoftmax:
     layer_idx: int
     head_dim: int
     config: Any
+    config_in_16: Any  # the configuration of the same attention with keys and values in 16 bits
 
     def place_cache(self, cache: Cache) -> MixerCacheLayer:
         """As in `LayerKind`."""
@@ -86,6 +88,34 @@ class PackedSoftmax:
         return call_packed(super().forward, self.cache_spec, call, inputs)  # type: ignore[misc]
 
 
+@dataclass(frozen=True)
+class PackedCall:
+    """One call of a layer on packed keys and values, without q, k and v."""
+
+    held: QuantisedKVCache
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        query_scale: Tensor | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As of `SoftmaxCall`; queries are multiplied by `query_scale` [B or 1, T], if there is one."""
+        q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
+        if query_scale is not None:
+            q = (q * query_scale[:, :, None, None]).to(q.dtype)
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        output, _ = with_learned_sinks(*self.held.attend(q, k, v, scale, softcap), s_aux)
+        return output.to(query.dtype).contiguous(), None
+
+
 def call_packed(
     family: Callable[..., Any],
     spec: QuantisedCacheSpec,
@@ -124,7 +154,7 @@ def call_packed(
         state_indices=call.state_indices,
         pages=call.pages,
     )
-    output, _ = family(attention_mask=None, call=held, **{CACHE: None if cache is None else held}, **inputs)
+    output, _ = family(attention_mask=None, call=PackedCall(held), **{CACHE: None if cache is None else held}, **inputs)
     if cache is not None:
         cache.advance(length, held.state)
     return output, None
@@ -132,17 +162,15 @@ def call_packed(
 
 def pack_softmax(attention: Any, bits: int) -> None:
     """Let a family's attention keep its keys and values in `bits` bits; 16 makes it the family's own again."""
-    if isinstance(attention, PackedSoftmax):
-        attention.__class__ = type(attention).__bases__[1]
-        attention.config = attention.config.whole
-        if isinstance(attention, FarSoftmax):
-            attention.route()
+    family = behind(PackedSoftmax, type(attention))
+    if family is not type(attention):
+        attention.__class__, attention.config = family, attention.config_in_16
     attention.cache_bits = bits
     if bits < 16:
         if isinstance(attention, CutSoftmax):
             raise UserError(
                 f"cache bits: got {bits}, and cut distances need keys in 16; take 16 bits, or positions of another kind"
             )
-        family: type[nn.Module] = type(attention)
         attention.__class__ = paired_class(PackedSoftmax, family, f"Packed{family.__name__}")
+        attention.config_in_16 = attention.config
         attention.config = RoutedConfig(attention.config, IMPLEMENTATION)

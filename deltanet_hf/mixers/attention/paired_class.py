@@ -24,6 +24,11 @@ def paired_class(front: Any, base: Any, name: str) -> Any:
     return _made(front, base, name)
 
 
+def behind(front: type, made: type) -> type:
+    """The base of a class whose front is `front`; any other class itself."""
+    return made.__bases__[1] if issubclass(made, front) else made
+
+
 @functools.cache
 def _made(front: Any, base: Any, name: str) -> Any:
     def __reduce_ex__(self: Any, protocol: int) -> tuple[Any, ...]:

@@ -16,9 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from deltanet_hf.mixers.attention.sinks_apart import Scores, turned, with_sinks
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.window_cache import Tokens
-from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
@@ -49,59 +47,54 @@ class SoftmaxCall:
     weights: bool  # whether the attention weights are wanted
     turn: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, T, R] by which queries turn back for the sinks
 
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention.
+
+        Args:
+            module: the family's attention.
+            query, key, value: [B, HQ, T, D], [B, HK, N, D], [B, HK, N, D].
+
+        Returns:
+            [B, T, HQ, D], and the weights [B, HQ, T, N] if they were computed.
+        """
+        has_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
+        eager = self.eager or softcap is not None or has_sinks  # SDPA has neither cap nor learned sinks
+        if dropout == 0 and not (self.weights and eager) and not has_sinks and operator_pays(self, query):
+            q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
+            scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
+            q = q if self.turn is None else torch.cat([q, turned(q, self.turn)], dim=2)
+            return _by_operator(q, k, v, self, scores).contiguous(), None
+        mask = self.tokens.sees(self.seen, self.reach.window, self.reach.sinks, self.reach.family_window).unsqueeze(1)
+        if self.turn is not None:
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            query, key = _side_by_side(query, key, self, self.turn)
+        options = {"scaling": scaling, "dropout": dropout, **kwargs}
+        if not eager and query.shape[2] == 1 and not query.is_cuda and dropout == 0 and self.turn is None:
+            # With a mask, SDPA would want a copy of keys and values for every query head.
+            return torch_decode_attention(DecodeAttentionCall(query, key, value, mask, scaling)).transpose(1, 2), None
+        if not eager:
+            return sdpa_attention_forward(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        by_family: Any = sys.modules[type(module).__module__]
+        capped = {} if softcap is None else {"softcap": softcap}
+        return by_family.eager_attention_forward(module, query, key, value, mask, **options, **capped)  # type: ignore[no-any-return]
+
 
 def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    call: SoftmaxCall | QuantisedKVCache | None = None,
-    query_scale: Tensor | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, call: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function that a family's attention calls.
-
-    Args:
-        module: the family's attention.
-        query, key, value: [B, HQ, T, D], [B, HK, N, D], [B, HK, N, D].
-        query_scale: [B or 1, T], of the queries to packed keys; None for 1.
-
-    Returns:
-        [B, T, HQ, D], and the weights [B, HQ, T, N] if they were computed.
-    """
-    assert call is not None
-    if isinstance(call, QuantisedKVCache):  # keys and values in few bits
-        q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
-        if query_scale is not None:
-            q = (q * query_scale[:, :, None, None]).to(q.dtype)
-        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        output, _ = with_learned_sinks(*call.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
-        return output.to(query.dtype).contiguous(), None
-    has_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
-    eager = call.eager or softcap is not None or has_sinks  # SDPA has neither cap nor learned sinks
-    if dropout == 0 and not (call.weights and eager) and not has_sinks and operator_pays(call, query):
-        q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
-        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
-        q = q if call.turn is None else torch.cat([q, turned(q, call.turn)], dim=2)
-        return _by_operator(q, k, v, call, scores).contiguous(), None
-    mask = call.tokens.sees(call.seen, call.reach.window, call.reach.sinks, call.reach.family_window).unsqueeze(1)
-    if call.turn is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        query, key = _side_by_side(query, key, call, call.turn)
-    options = {"scaling": scaling, "dropout": dropout, **kwargs}
-    if not eager and query.shape[2] == 1 and not query.is_cuda and dropout == 0 and call.turn is None:
-        # With a mask, SDPA would want a copy of keys and values for every query head.
-        return torch_decode_attention(DecodeAttentionCall(query, key, value, mask, scaling)).transpose(1, 2), None
-    if not eager:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
-    mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-    by_family: Any = sys.modules[type(module).__module__]
-    capped = {} if softcap is None else {"softcap": softcap}
-    return by_family.eager_attention_forward(module, query, key, value, mask, **options, **capped)  # type: ignore[no-any-return]
+    """The attention function that a family's attention calls: `call` computes it (`SoftmaxCall`, `PackedCall`)."""
+    return call(module, query, key, value, **options)  # type: ignore[no-any-return]
 
 
 def _side_by_side(query: Tensor, key: Tensor, call: SoftmaxCall, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

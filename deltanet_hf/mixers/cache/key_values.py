@@ -18,6 +18,8 @@ QUANTISED = ("_quantized_keys", "_quantized_values")  # where transformers' quan
 class OtherLayer(CacheLayer):
     """A layer of transformers of which no more is known than its attributes: static, quantised, linear attention."""
 
+    in_order = False
+
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         # Whether its tensors are replaced by new ones and never changed in place.
@@ -61,6 +63,7 @@ class OtherLayer(CacheLayer):
 class KeyValues(OtherLayer):
     """Keys and values of all tokens, each [B, H, T, D]."""
 
+    in_order = True
     unmovable = None
     window: int | None = None
 
@@ -87,6 +90,9 @@ class KeyValues(OtherLayer):
     def fits_window(self, window: int | None) -> bool:
         return self.window == window
 
+    def takes_prompt(self, tokens: int) -> bool:
+        return not self.layer.is_initialized and (self.window is None or tokens < self.window)
+
     def after(self, tokens: int, copied: Callable[[Tensor], Tensor]) -> Any:
         made = type(self)(copy.copy(self.layer))
         made.put({name: copied(getattr(self.layer, name)[:, :, :tokens]) for name in ("keys", "values")}, tokens)
@@ -95,7 +101,7 @@ class KeyValues(OtherLayer):
     def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> StaticKeyValues:
         return StaticKeyValues(places(self.window, self.layer.keys))
 
-    def fix(self, room: StaticKeyValues, tokens: int) -> StaticKeyValues:
+    def fix(self, room: StaticKeyValues, tokens: int, longest: int | None) -> StaticKeyValues:
         room.load(self.layer, tokens)
         return room
 

@@ -138,8 +138,8 @@ class MixedCacheLayer(CacheLayer, CacheLayerMixin):
     def room(self, tokens: int, places: Callable[[int | None, Tensor], Any]) -> dict[str, Any]:
         return {name: part.room(tokens, places) for name, part in self._held.items()}
 
-    def fix(self, room: dict[str, Any], tokens: int) -> MixedCacheLayer:
-        self.parts = {name: part.fix(room[name], tokens) for name, part in self._held.items()}
+    def fix(self, room: dict[str, Any], tokens: int, longest: int | None) -> MixedCacheLayer:
+        self.parts = {name: part.fix(room[name], tokens, longest) for name, part in self._held.items()}
         return self
 
     def release(self, tokens: int, copied: bool) -> MixedCacheLayer:

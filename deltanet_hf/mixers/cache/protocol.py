@@ -39,6 +39,8 @@ class CacheLayer:
     """Ids [B, T] of the first tokens, where `generate` knows them and the layer can say later that they differ."""
     grows: bool = False
     """Whether some of its tensors become larger with the tokens, without end."""
+    in_order: bool = True
+    """Whether its last token stands last."""
     unmovable: str | None = None
     """The name of its class, if its tensors can neither be written to a file nor take other addresses."""
 
@@ -77,6 +79,10 @@ class CacheLayer:
         """Whether keys and values of transformers, if it has any, are those of this sliding window (None: of all)."""
         return True
 
+    def takes_prompt(self, tokens: int) -> bool:
+        """Whether it is as transformers made it, and may be replaced by what a captured prompt of `tokens` leaves."""
+        return False
+
     # Snapshots.
 
     def snapshot(self) -> Any:
@@ -104,10 +110,11 @@ class CacheLayer:
         """
         raise NotImplementedError
 
-    def fix(self, room: Any, tokens: int) -> Any:
+    def fix(self, room: Any, tokens: int, longest: int | None) -> Any:
         """Bring its contents, after `tokens` tokens, into the `room`; returns the layer that stands in the cache then.
 
-        A step changes the room in place, and does not count its token.
+        A step changes the room in place, and does not count its token. There will be `longest` tokens at most, if that
+        is known.
         """
         raise NotImplementedError
 

@@ -117,10 +117,10 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
         shapes = self.shapes(tokens)
         return {name: x.new_zeros(len(x), *shapes[name].shape) for name, x in self.state.items()}
 
-    def fix(self, room: State, tokens: int) -> MixerCacheLayer:
+    def fix(self, room: State, tokens: int, longest: int | None) -> MixerCacheLayer:
         for name, x in self.state.items():
             leading(room[name], x.shape[1:]).copy_(x)
-        self.state, self.fixed = room, True
+        self.state, self.fixed, self.longest = room, True, longest
         return self
 
     def release(self, tokens: int, copied: bool) -> MixerCacheLayer:

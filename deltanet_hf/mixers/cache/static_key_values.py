@@ -67,6 +67,7 @@ class StaticKeyValues(CacheLayer, CacheLayerMixin):
     """
 
     supports_early_init = False
+    in_order = False
 
     def __init__(self, places: Places) -> None:
         super().__init__()

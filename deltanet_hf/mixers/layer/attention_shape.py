@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings, check_at_least, check_bool, check_choice
 from deltanet_hf.model_sizes import head_size
-from deltanet_hf.models.families import HALF_ANGLES, PREFIX
+from deltanet_hf.model_types import HALF_ANGLES, family_type
 
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
@@ -190,5 +190,5 @@ class AttentionShape:
             q_norm=q_norm,
             k_norm=k_norm,
             rotate=sys.modules[type(attention).__module__].apply_rotary_pos_emb if rotates else None,
-            half_angles=config.model_type.removeprefix(PREFIX) in HALF_ANGLES,
+            half_angles=family_type(config) in HALF_ANGLES,
         )

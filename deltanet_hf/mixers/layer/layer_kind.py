@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -185,6 +186,17 @@ def softmax_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) ->
     return held_bytes(*sizes, tokens, bits, dtype, None, 0, family_window)
 
 
+def own_kind(module: Any) -> LayerKind | None:
+    """The module, if it is a kind of layer; None for a family's own."""
+    return module if isinstance(module, LayerKind) else None
+
+
+def kinds_among(modules: Iterable[nn.Module]) -> Iterator[LayerKind]:
+    """Those of some modules that are not their family's own."""
+    return (kind for module in modules if (kind := own_kind(module)) is not None)
+
+
 def branches_of(attention: nn.Module) -> dict[str, Any]:
     """`LayerKind.branches` of a decoder layer's attention, which may be the family's own."""
-    return attention.branches if isinstance(attention, LayerKind) else {"": attention}
+    kind = own_kind(attention)
+    return {"": attention} if kind is None else kind.branches

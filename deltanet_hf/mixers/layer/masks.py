@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from deltanet_hf.mixers.cache.argument import cache_in
-from deltanet_hf.models.families import PREFIX, UNPACKABLE
+from deltanet_hf.model_types import UNPACKABLE, family_type
 from deltanet_kernels.common.registration import is_observed
 
 NO_PADDING = False
@@ -169,7 +169,7 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
             kwargs["cu_seq_lens_q"] = found
             kwargs["use_cache"] = False
     config: Any = module.config
-    if kwargs.get("cu_seq_lens_q") is not None and (family := config.model_type.removeprefix(PREFIX)) in UNPACKABLE:
+    if kwargs.get("cu_seq_lens_q") is not None and (family := family_type(config)) in UNPACKABLE:
         raise ValueError(f"packed sequences: softmax attention of {family} does not keep them apart; pad them instead")
     return args, kwargs
 

@@ -28,8 +28,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import DynamicLayer
 
+from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from deltanet_kernels import cumulative_sum
@@ -63,10 +63,10 @@ class DecayBias(AttentionKind):
         held = self.held(call.cache)
         if held is not None:
             before = held.keys[..., self.head_dim : self.head_dim + parts * groups]
-            if isinstance(held, DynamicLayer):
+            if as_cache_layer(held).in_order:
                 before = before[:, :, -1:]
             before = before.to(total.dtype).unflatten(-1, (parts, groups)).sum(-2)
-            # In fixed places the last token is the one with the least F, which never rises.
+            # Elsewhere the last token is the one with the least F, which never rises.
             total = total - unit * before.amax(2, keepdim=True)
         room = self.extra_channels(k.dtype) - parts * groups
         read = torch.eye(groups, dtype=q.dtype, device=q.device).repeat(heads, parts) * constant  # [HQ, parts * G]

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
@@ -90,7 +90,7 @@ class DeltaFormer(AttentionKind):
         Raises:
             ValueError: a quantised or a static cache.
         """
-        if cache is not None and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        if cache is not None and any(layer.is_compileable for layer in cache.layers):
             raise ValueError(
                 f"cache: {self.name} layers solve for the values of all tokens before, which a static cache "
                 "does not tell from its empty places; use one that grows"

@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import Align, Stage
 from deltanet_recipes.training.kept_attention import query_key_parts
@@ -81,7 +81,7 @@ def _train(parts: list[nn.Module], in_full: bool) -> None:
     """Train these modules, `in_full` or without what a mixer has from the teacher (`optim.TAUGHT`)."""
     for part in parts:
         for name, parameter in part.named_parameters():
-            if in_full or name.partition(".")[0] not in TAUGHT or not isinstance(part, LayerKind):
+            if in_full or name.partition(".")[0] not in TAUGHT:
                 parameter.data = parameter.data.float()
                 parameter.requires_grad_(True)
 
@@ -100,17 +100,16 @@ def lora_targets(student: nn.Module, on: Literal["all", "attention"], in_full: b
             room = getattr(layer, part, None)
             if room is None:  # experts under another name
                 continue
-            kind = isinstance(room, LayerKind)
-            without = room.without_lora if kind else ()
-            new = set()
-            if kind and not imported:
-                for own in room.new_parts():
-                    taught = () if in_full else (getattr(own, part, None) for part in TAUGHT)
-                    new |= set(own.modules()).difference(taught)
+            kind, new = kind_of(room), set()
+            for own in () if imported else kind.new_parts():
+                taught = () if in_full else (getattr(own, part, None) for part in TAUGHT)
+                new |= set(own.modules()).difference(taught)
             names += [
                 f"model.layers.{index}.{part}.{name}"
                 for name, module in room.named_modules()
-                if isinstance(module, nn.Linear) and module not in new and name.rpartition(".")[2] not in without
+                if isinstance(module, nn.Linear)
+                and module not in new
+                and name.rpartition(".")[2] not in kind.without_lora
             ]
     return names
 

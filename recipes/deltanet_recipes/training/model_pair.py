@@ -19,7 +19,8 @@ from deltanet_hf import loading  # its package registers the converted families
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers.attention.family_attention import kind_of
-from deltanet_hf.models.families import FAMILIES, PREFIX, UNPACKABLE
+from deltanet_hf.model_types import PREFIX, UNPACKABLE, family_type
+from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name
@@ -71,7 +72,7 @@ def check_models(recipe: Recipe) -> PreTrainedConfig:
             f"data.separator: got {separator}, but the student's token ids end at {student.vocab_size - 1}; "
             "set the id of its end-of-text token"
         )
-    if recipe.data.isolate_documents and (family := student.model_type.removeprefix(PREFIX)) in UNPACKABLE:
+    if recipe.data.isolate_documents and (family := family_type(student)) in UNPACKABLE:
         raise UserError(
             f"data.isolate_documents: softmax attention of {family} does not keep packed documents apart; set false"
         )

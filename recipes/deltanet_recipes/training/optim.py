@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.layer.layer_kind import kinds_among
 from deltanet_hf.models.layers import layers_with_states
 from deltanet_recipes.schema import Stage, StageBase, stage_name
 from deltanet_recipes.schema_sections import Optimizer
@@ -38,8 +38,7 @@ def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, A
     """
     names = {
         id(p): _mixer_group(name, settings)
-        for mixer in module.modules()
-        if isinstance(mixer, LayerKind)
+        for mixer in kinds_among(module.modules())
         for part in mixer.new_parts()
         for name, p in part.named_parameters()
         if p.requires_grad and "lora_" not in name

@@ -20,18 +20,19 @@ Before its first row, each model and mode decodes greedily beside complete forwa
 - or error, in place of these.
 
 Each row is written as soon as it is measured, and the same command adds those that the file does not have. Delete a row
-to have it measured again. The modes without torch.compile come first.
+to have it measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MODES
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device
@@ -66,22 +67,9 @@ def benchmark(options: argparse.Namespace) -> None:
 
 def labels(shapes: Sequence[str], kinds: Sequence[str], modes: Sequence[str]) -> Iterator[Row]:
     """The labels of all rows in the order of measurement."""
-    for shape, kind, chosen in turns(shapes, kinds, modes):
-        for batch, context in POINTS:
-            for mode in chosen:
-                yield {"shape": shape, "kind": kind, "mode": mode, "batch": batch, "context": context}
-
-
-def turns(shapes: Sequence[str], kinds: Sequence[str], modes: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Shape, kind and modes of each model in the order of measurement; models come again to be compiled."""
-    compiled = [mode for mode in modes if mode == COMPILED.name]
-    for chosen in ([mode for mode in modes if mode not in compiled], compiled):
-        plain = [] if chosen is compiled else [EAGER.name]
-        for shape in shapes:
-            for kind in kinds:
-                own = chosen if KINDS[kind].served else plain
-                if own:
-                    yield shape, kind, own
+    for shape, kind, (batch, context) in itertools.product(shapes, kinds, POINTS):
+        for mode in modes if KINDS[kind].served else [EAGER.name]:
+            yield {"shape": shape, "kind": kind, "mode": mode, "batch": batch, "context": context}
 
 
 class Measure:
@@ -89,18 +77,17 @@ class Measure:
 
     def __init__(self, file: RowFile) -> None:
         self._file = file
-        self._of: tuple[str, str, bool] | None = None
+        self._of: tuple[str, str] | None = None
         self._model: ModelAtPoints | None = None
 
     def __call__(self, labels: Row) -> Row:
-        shape, kind, mode = labels["shape"], labels["kind"], labels["mode"]
-        of = shape, kind, mode == COMPILED.name
+        shape, kind = of = labels["shape"], labels["kind"]
         if self._model is None or self._of != of:
             self.forget()
             model = random_model(shape, kind, torch.bfloat16, chosen_device(None))
             prompts = GRAPH if KINDS[kind].served else EAGER
-            self._of, self._model = of, ModelAtPoints(model, self._prefills(shape, kind), POINTS[0], prompts)
-        return self._model.measure(MODES[mode], (labels["batch"], labels["context"]))
+            self._of, self._model = of, ModelAtPoints(model, self._prefills(shape, kind), prompts)
+        return self._model.measure(MODES[labels["mode"]], (labels["batch"], labels["context"]))
 
     def _prefills(self, shape: str, kind: str) -> dict[Point, Prefill]:
         """Those that rows of this model have, in any mode."""
@@ -114,7 +101,6 @@ class Measure:
         """Give back the memory of the model."""
         if self._model is not None:
             self._model = None
-            torch.compiler.reset()
             free_memory()
 
 

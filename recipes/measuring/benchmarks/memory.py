@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from deltanet_convert.meta_model import meta_model
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.teacher_model import meta_model
 from measuring.benchmarks.random_teacher import write_teacher
 
 GIB = 2**30

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import QualityError, UserError, one_line
-from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MOST_STEPS, Mode
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MOST_STEPS, Mode
 from deltanet_hf.evaluation.measures.speed import random_tokens, timed_prompt, timed_steps
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
@@ -47,14 +47,10 @@ class ModelAtPoints:
     Args:
         prefills: that have been measured before.
         prompts: the mode that reads prompts.
-        check_compiled_at: where compiled decoding is checked. A shape that is measured too is compiled once for both.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, prefills: dict[Point, Prefill], check_compiled_at: Point, prompts: Mode = GRAPH
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, prefills: dict[Point, Prefill], prompts: Mode = GRAPH) -> None:
         self._model, self._prefills, self._prompts = model, prefills, prompts
-        self._check_compiled_at = check_compiled_at
         self._checked: dict[str, Exception | None] = {}
 
     @torch.inference_mode()
@@ -85,11 +81,7 @@ class ModelAtPoints:
     def _check(self, mode: Mode) -> None:
         if mode.name not in self._checked:
             try:
-                if mode.name == COMPILED.name:
-                    batch, length = self._check_compiled_at
-                    worst = check_decoding(self._model, mode, batch, length)
-                else:
-                    worst = check_decoding(self._model, mode)
+                worst = check_decoding(self._model, mode)
             except (QualityError, UserError) as error:
                 # Not the error itself, whose frames hold caches.
                 self._checked[mode.name] = type(error)(one_line(error))
@@ -128,6 +120,6 @@ class ModelAtPoints:
 
 
 def free_memory() -> None:
-    """Give back what nobody uses any more: modules, graphs and compiled functions refer to themselves."""
+    """Give back what nobody uses any more: modules and graphs refer to themselves."""
     gc.collect()
     torch.cuda.empty_cache()

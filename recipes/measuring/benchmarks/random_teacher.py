@@ -13,8 +13,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from deltanet_convert.meta_model import meta_model
 from deltanet_convert.storage.shard_writer import ShardWriter, plan_layout
-from deltanet_convert.teacher_model import meta_model, output_specs
+from deltanet_convert.teacher_model import output_specs
 
 PIECE = 2**25  # values that are in memory at once
 DEVIATION = 0.02

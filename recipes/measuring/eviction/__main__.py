@@ -33,7 +33,7 @@ from measuring.rows import RowFile
 from measuring.study.front import LENGTHS, save_items
 from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.hybrid_row import figures, shown
-from measuring.study.results_row import load_for_measure
+from measuring.study.model_facts import load_for_measure
 from measuring.study.shared_figures import SharedFigures
 
 

@@ -41,8 +41,8 @@ from measuring.benchmarks.model_at_points import ModelAtPoints
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure
 from measuring.study.hybrid_row import figures, layer_facts, shown
+from measuring.study.model_facts import load_for_measure, run_facts
 from measuring.study.provenance import commands, flags
-from measuring.study.results_row import load_for_measure, run_facts
 from measuring.study.shared_figures import SharedFigures
 from measuring.study.task_suites import TaskSuites
 
@@ -140,7 +140,7 @@ def main(
             measured.clusters.update(suites(of))
             facts = facts | {"missing": suites.missing} | dict.fromkeys(suites.missing)
             if device.type == "cuda":
-                timed = ModelAtPoints(serve(deepcopy(of)), {}, DECODED).measure(GRAPH, DECODED)
+                timed = ModelAtPoints(serve(deepcopy(of)), {}).measure(GRAPH, DECODED)
                 facts["tokens_per_s"] = round(1000 / timed["decode_ms"])
         row = {"run": run, "kind": kind, "bits": width, **facts}
         row |= {name: round(stored_bytes(of, count, width) / 1e6, 3) for name, count in LENGTHS.items()}

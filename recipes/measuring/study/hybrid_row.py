@@ -1,6 +1,4 @@
-"""Rows of students beside the training-free baselines of equal bytes, `python -m measuring.study.measure recall`.
-
-A row of the results file has, with the standard error NAME_se beside each value:
+"""The columns of a model's row by what a `HybridMeasure` finds, with the standard error NAME_se beside each value:
 
 - mb_2k: MB that a sequence of 2,048 tokens takes, measured on the cache;
 - kl_1k to kl_32k: KL(teacher || model) in nats per token, on Wikipedia at 1,024 tokens and novels at the others;
@@ -11,17 +9,12 @@ A row of the results file has, with the standard error NAME_se beside each value
 - relative: recall in per cent of the teacher's, (model - control) / (teacher - control), where the control is the
   teacher without the facts; cells in which the teacher is below 20% are left out;
 - cells: for every probe the first token and all tokens in per cent, and the nats of the answer;
-- free, free_window: the same keys of training-free baselines of equal bytes (`evaluation/training_free.py`);
-- the columns of `task_suites.py`, if its suites were measured;
-- ahead: the columns in which the student is better than each policy by more than two standard errors, and worse.
-
-Figures of the teacher and of policies are kept in a folder, because students with equal layers and bytes share them.
+- the columns of `task_suites.py`, if its suites were measured.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -29,11 +22,9 @@ from transformers import PreTrainedModel
 from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
-from deltanet_hf.evaluation.training_free import SINKS
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.layers import SOFTMAX
 from measuring.study import task_suites
-from measuring.study.results_row import run_facts
 from measuring.study.shared_figures import SharedFigures
 
 KL = ("kl_1k", "kl_4k", "kl_8k", "kl_16k", "kl_32k")
@@ -120,29 +111,6 @@ def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
             name += f"{'+window' if kind.has_state else ''} {kind.window_tokens}"
         kinds[name] = kinds.get(name, 0) + 1
     return {"kinds": kinds, "kept": kept, **({"kept_heads": heads} if heads else {})}
-
-
-def make_row(name: str, folder: Path, model: Any, references: SharedFigures, free: bool = True) -> dict[str, Any]:
-    """Measure one model and its training-free baselines."""
-    measure = references.measure
-    student = measure(model)
-    facts = layer_facts(model)
-    run = run_facts(folder)
-    row: dict[str, Any] = {"run": name, **facts, "tokens": run.get("tokens", 0), "seed": run.get("seed")}
-    row |= figures(student, references)
-    heads = tuple((layer, head) for layer, head in facts.get("kept_heads", ()))
-    kept: dict[str, Any] = {"free": (tuple(facts["kept"]), heads), "free_window": ((), ())}
-    is_teacher = getattr(model.config, "deltanet", None) is None
-    for key, (layers, single) in kept.items() if free and not is_teacher else ():
-        found = references.policy(layers, single, student.bytes)
-        row[key] = None
-        if found is not None:
-            policy, scores = found
-            row[key] = {"window": policy.window, "sinks": SINKS, "kept": list(layers), **figures(scores, references)}
-            if single:
-                row[key]["kept_heads"] = facts["kept_heads"]
-            row.setdefault("ahead", {})[key] = compared(student, scores)
-    return row
 
 
 def shown(row: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -42,21 +42,21 @@ def recall_cells(
     tokenizer: PreTrainedTokenizerBase,
     haystack: np.ndarray,
     longest: int,
-    long: bool = False,
+    names: Collection[str] | None = None,
     limit: int | None = None,
 ) -> dict[str, list[Probe]]:
-    """The probes of every cell, by its name.
+    """The probes of cells, by their names.
 
     Args:
         haystack: token ids [n] of the text in which facts are hidden.
         longest: cells with longer contexts, in tokens, are left out.
-        long: whether models with 8,192 positions get the cells of so many tokens, too.
+        names: of the cells; None for all of a model with so long contexts.
         limit: largest number of probes per cell; None for no limit.
     """
     text = Haystack(tokenizer, haystack)
-    cells = CELLS | (LONG if long or longest > 8192 else {})
+    known = CELLS | (LONG if names is not None or longest > 8192 else {})
     return {
         name: build(tokenizer, text, size, min(count, limit or count))
-        for name, (build, size, count) in cells.items()
-        if size <= longest or build is _pairs
+        for name, (build, size, count) in known.items()
+        if (names is None or name in names) and (size <= longest or build is _pairs)
     }

@@ -31,7 +31,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.journal import Journal
 from deltanet_recipes.cpu_threads import available_cpus
 from measuring.rows import Row, RowFile
-from measuring.study.measure import SHOWN
+from measuring.study import mixer_row
 from measuring.study.study_config import Conversion, Run, Study, load_study
 
 JOURNAL = "row.json"  # a run's folder holds this file when the run is finished
@@ -135,9 +135,7 @@ class StudyRun:
                 self.lock.notify_all()
             if "error" not in row:
                 self._finish(run, row)
-            typer.echo(
-                f"{run.name}: {row.get('error') or SHOWN[self.study.measure](row)} ({row['wall_seconds']:.0f} s)"
-            )
+            typer.echo(f"{run.name}: {row.get('error') or mixer_row.shown(row)} ({row['wall_seconds']:.0f} s)")
 
     def next_run(self, device: str | None) -> Run | None:
         """Take the longest waiting run, or None if no run is left.
@@ -171,12 +169,8 @@ class StudyRun:
             self._call("deltanet_recipes.cli", ["distill", run.recipe, *overrides], log, device, threads)
             model = folder / "final"
         figures = folder / "figures.json"
-        arguments = [self.study.measure, self.study.arrays, str(figures)]
-        arguments += ["--teacher", self.study.teacher, "--model", f"{run.name}={model}"]
-        arguments += ["--window"] if run.untrained == "window" else []
-        if self.study.measure == "recall":
-            arguments += ["--references", str(self.output / "references")]
-        self._call("measuring.study.measure", arguments, log, device, threads)
+        arguments = [self.study.arrays, str(figures), "--teacher", self.study.teacher, "--model", f"{run.name}={model}"]
+        self._call("measuring.study.mixer_row", arguments, log, device, threads)
         (row,) = json.loads(figures.read_text())
         figures.unlink()
         row["command"] = f"python -m measuring.study {self.file} --only {run.name}"
@@ -235,7 +229,7 @@ class StudyRun:
 
 def _converts(run: Run) -> bool:
     """Whether a run works on a converted model; otherwise it measures the teacher."""
-    return run.untrained not in ("teacher", "window")
+    return run.untrained != "teacher"
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HAYSTACK, TEXTS
+from measuring.study.model_facts import load_for_measure, run_facts
 from measuring.study.provenance import commands, flags
 from measuring.study.recall_cells import recall_cells
-from measuring.study.results_row import load_for_measure, run_facts
 from measuring.study.task_suites import TaskSuites
 
 KL = ("1k", "4k", "8k")  # names in `TEXTS`
@@ -55,8 +55,8 @@ def state_settings(
         array, size, count = TEXTS[text]
         cut = windows(tokens[array], size, min(count, limit or count), spread=True)
         texts[text] = Text(with_prefix(cut, tokenizer), size - 1, parts={f"last_quarter_{text}": _last(cut, size // 4)})
-    probes = recall_cells(tokenizer, tokens[HAYSTACK], int(teacher.config.max_position_embeddings), True, limit)
-    return Settings(texts, teacher, {name: probes[name] for name in FACTS})
+    probes = recall_cells(tokenizer, tokens[HAYSTACK], int(teacher.config.max_position_embeddings), FACTS, limit)
+    return Settings(texts, teacher, probes)
 
 
 def _last(windows_NT: Tensor, tokens: int) -> np.ndarray:

@@ -56,10 +56,9 @@ class Run(Strict):
 
     name: str = Field(..., description="Name of the row and of the run's folder.")
     recipe: str | None = Field(None, description="Recipe of the run: a YAML file or the name of a shipped recipe.")
-    untrained: Literal["teacher", "window", "start"] | None = Field(
+    untrained: Literal["teacher", "start"] | None = Field(
         None,
-        description="Measure without training, instead of a recipe. teacher: the teacher. window: the teacher "
-        "restricted to a window of 64 tokens and 4 sinks. start: the converted model.",
+        description="Measure without training, instead of a recipe. teacher: the teacher. start: the converted model.",
     )
     set: dict[str, Any] = Field({}, description="Overrides of the recipe, such as `stages.distil.train: lora`.")
     convert: Conversion = Field(default_factory=Conversion, description="Options of the conversion, see below.")
@@ -83,16 +82,9 @@ class Study(Strict):
     """A list of runs and the settings that they share."""
 
     teacher: str = Field(..., description="Folder of the softmax model.")
-    arrays: str = Field(..., description="Folder of the token arrays for evaluation (see measuring.study.results_row).")
+    arrays: str = Field(..., description="Folder of the token arrays for evaluation (see measuring.study.mixer_row).")
     output: str = Field(..., description="Folder of runs, conversions and logs.")
     results: str = Field(..., description="JSON file to which the rows are added.")
-    measure: Literal["texts", "recall", "mixers"] = Field(
-        "texts",
-        description="What is measured. texts: perplexity, KL, last words (measuring.study.results_row). recall: "
-        "bytes, KL at three lengths and recall, with untrained baselines of equal bytes "
-        "(measuring.study.hybrid_row). mixers: KL, perplexity, recall, speed and bytes "
-        "(measuring.study.mixer_row).",
-    )
     runs: tuple[Run, ...] = Field(
         ..., min_length=1, description="The runs, in the order of the results table; see below."
     )
