@@ -6,9 +6,7 @@ takes one for its gates; a step takes three, as that of a window alone.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.window import WindowOutput, mixture
@@ -94,11 +92,9 @@ class FastDelayedRule(FastDeltaRule):
             read, keys, values = map(self.split_heads, self.repeated(q[:, hidden:].flatten(2), keys, values))
             rule = GroupRuleCall(read, keys, values, g, beta, None, None, call.keep_state, True)
             reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
-            state_output = F.pad(reads, (0, 0, 0, 0, hidden, 0))
         else:
-            state_output = torch.zeros_like(q)
-            memory = g.new_zeros(len(q), *self.state_shape().shape)
-        output = mixture(branch, projected.mixing_logits, window_output, state_output, projected.gate, self.norm)  # type: ignore[arg-type]
+            reads, memory = q[:, :0], g.new_zeros(len(q), *self.state_shape().shape)
+        output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
         if not call.keep_state:
             return output, {}
         assert memory is not None
