@@ -208,14 +208,13 @@ def _fake_round(call: RoundTokensCall):
 def round_tokens_op(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
     """k and v [B, T, HK, D], rounded and contiguous."""
     rounded: tuple[Tensor, Tensor] = _fake_round(call)
-    B, T, HK, D = call.k.shape
+    (k, v), strides = strided(*call)
+    B, T, HK, D = k.shape
     some = 2048 // D
-    for x, y in zip(call, rounded, strict=True):
-        x = x if x.stride(3) == 1 else x.contiguous()
-        launch(
-            round_tokens_kernel, cdiv(B * T * HK, some), x, y, T, B * T * HK, *x.stride()[:3], HK=HK, D=D, R=some,
-            num_warps=4,
-        )  # fmt: skip
+    launch(
+        round_tokens_kernel, cdiv(B * T * HK, some), k, v, *rounded, T, B * T * HK, *strides, HK=HK, D=D, R=some,
+        num_warps=4,
+    )  # fmt: skip
     return rounded
 
 
