@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_kernels import group_gated_delta_step_, group_gates, naive_gated_delta_rule, pack_prompt, round_tokens
+from deltanet_kernels import (
+    group_gated_delta_step_,
+    group_gates,
+    naive_gated_delta_rule,
+    pack_prompt,
+    round_state,
+    round_tokens,
+)
 from deltanet_kernels.group_rule.calls import GroupStepCall
-from deltanet_kernels.group_rule.operators import round_state
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton

@@ -19,7 +19,7 @@ from deltanet_hf.mixers.layer.delayed_state import as_waiting
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
-from deltanet_kernels.group_rule.operators import round_state
+from deltanet_kernels import round_state
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student
 

@@ -31,8 +31,8 @@ from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.token_order import padding_last, reordered
+from deltanet_kernels import round_state
 from deltanet_kernels.group_rule.calls import RoundStateCall
-from deltanet_kernels.group_rule.operators import round_state
 
 if TYPE_CHECKING:
     from deltanet_hf.mixers.layer.mixer import Mixer

@@ -56,7 +56,7 @@ def round_state_op(call: RoundStateCall) -> tuple[Tensor, Tensor]:
 
 
 def round_state_triton(call: RoundStateCall) -> tuple[Tensor, Tensor]:
-    """`round_state` of operators.py in Triton, for checked arguments.
+    """`deltanet_kernels.round_state` in Triton, for checked arguments.
 
     Raises:
         NotImplementedError: dtypes other than float32.

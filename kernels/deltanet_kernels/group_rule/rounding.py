@@ -9,7 +9,7 @@ from deltanet_kernels.group_rule.calls import RoundStateCall
 
 
 def torch_round_state(call: RoundStateCall) -> tuple[Tensor, Tensor]:
-    """`round_state` of group_rule/operators.py in PyTorch."""
+    """`deltanet_kernels.round_state` in PyTorch."""
     (state,) = call
     largest = state.abs().amax(-1, keepdim=True)
     steps = torch.where(largest > 0, 127.0 / largest, 0.0)
