@@ -117,13 +117,15 @@ class RoundStateCall(NamedTuple):
 
     Raises:
         ValueError: gradients are required.
+        TypeError: a state of integers.
     """
 
     state: Tensor
 
 
 def check_round_state(call: RoundStateCall) -> None:
-    """Check the argument of a call; raises ValueError."""
+    """Check the argument of a call; raises ValueError or TypeError."""
+    checks.require_float("state", call.state)
     checks.refuse_gradients("round_state", "the state as it is", call.state)
 
 

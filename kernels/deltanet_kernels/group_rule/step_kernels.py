@@ -95,8 +95,8 @@ def group_token_kernel(
                 q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
                 tl.store(read + (n * (H * TIMES) + head) * D + d, tl.sum(_unit(q_D, scale)[:, None] * S, axis=0))
             if state_scale is not None:
-                S, scale_D = rounded_rows(S)
-                tl.store(state + at, S)
+                rounded, scale_D = rounded_rows(S)
+                tl.store(state + at, rounded)
                 tl.store(state_scale + row, scale_D)
             else:
                 tl.store(state + at, S.to(state.dtype.element_ty))
