@@ -1,8 +1,9 @@
 """Softmax attention over packed keys and values by few launches, for known families: decoding steps and prompts.
 
 It stands for a whole layer, for a window, and for mixed heads: one product projects the input for all heads, and three
-kernels follow for each kind of heads, both kinds at the same time. In a step, one rotates queries and keys and puts the
-token into the cache, and two attend; of a prompt without padding, one rotates, one packs and one attends.
+or four kernels follow for each kind of heads, both kinds at the same time. In a step, one rotates queries and keys and
+puts the token into the cache, and two attend; of a prompt without padding, one rotates, one rounds to 8 bits, one packs
+and one attends.
 mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them. Mixed heads
 may have states of what has left their windows, by `delayed.py`.
 """

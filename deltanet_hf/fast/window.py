@@ -59,9 +59,10 @@ def mixture(
     """As `WindowBranch.mixture`, in one kernel.
 
     Args:
-        logits, state_output: as there.
-        gate, norm: the logits of the output gate [B, T, HQ, D] and the output norm, where
-            `state_output` comes before them.
+        logits: as there.
+        state_output: of the last tokens; 0 for those before, as in `window_mixture`.
+        gate, norm: the logits of the output gate [B, T, HQ, D] and the output norm, where `state_output` comes before
+            them.
     """
     call = WindowMixtureCall(
         window_output.output,

@@ -12,7 +12,12 @@ from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.operators import gated_delta_step_
 from deltanet_kernels.gated_delta_rule.public import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
-from deltanet_kernels.group_rule.operators import chunk_group_gated_delta_rule, group_gated_delta_step_, group_gates
+from deltanet_kernels.group_rule.operators import (
+    chunk_group_gated_delta_rule,
+    group_gated_delta_step_,
+    group_gates,
+    round_state,
+)
 from deltanet_kernels.group_rule.reference import naive_group_gated_delta_rule
 from deltanet_kernels.mesa.calls import MesaState
 from deltanet_kernels.mesa.operators import chunk_mesa
@@ -76,6 +81,7 @@ __all__ = [
     "prompt_inputs",
     "recurrent_mesa",
     "rms_norm",
+    "round_state",
     "round_tokens",
     "silu_product",
     "torch_chunk_gated_delta_rule",

@@ -12,7 +12,7 @@ from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, so that elements that no kernel writes are noticed.
+    """Fill new memory with NaN, or of integers with 77, so that elements that no kernel writes are noticed.
 
     Empty tensors stay untouched: a compiler that traces an operator's gradient refuses to fill memory in it.
     """
@@ -20,7 +20,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def function(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = make(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() and x.numel() else x
+            return x.fill_(torch.nan if x.is_floating_point() else 77) if x.numel() else x
 
         return function
 

@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_kernels import group_gated_delta_step_, group_gates, naive_gated_delta_rule, pack_prompt, round_tokens
+from deltanet_kernels import (
+    group_gated_delta_step_,
+    group_gates,
+    naive_gated_delta_rule,
+    pack_prompt,
+    round_state,
+    round_tokens,
+)
 from deltanet_kernels.group_rule.calls import GroupStepCall
-from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
@@ -102,11 +108,21 @@ def test_the_kernel(changes: dict[str, Any]) -> None:
         assert (ours.state.cpu() != theirs.state).float().mean() < 1e-3
 
 
-def test_a_state_is_rounded_to_127_steps_of_the_largest_number_of_a_row() -> None:
-    codes, scale = rounded_to_8_bits(torch.tensor([[[[1.27, -0.634, 0.016, -0.016], [0.0, 0.0, 0.0, 0.0]]]]))
+@pytest.mark.parametrize("by", [by_pytorch, by_triton])
+def test_a_state_is_rounded_to_127_steps_of_the_largest_number_of_a_row(by: Any) -> None:
+    state = torch.tensor([[[[1.27, -0.634, 0.016, -0.016], [0.0, 0.0, 0.0, 0.0]]]], device=DEVICE)
+    codes, scale = by(round_state)(state)
     assert codes.dtype == torch.int8
     assert codes.tolist() == [[[[127, -63, 2, -2], [0, 0, 0, 0]]]]
-    torch.testing.assert_close(scale, torch.tensor([[[0.01, 0.0]]]))
+    torch.testing.assert_close(scale.cpu(), torch.tensor([[[0.01, 0.0]]]))
+
+
+def test_the_states_that_a_prompt_leaves_are_rounded_as_in_pytorch() -> None:
+    state = torch.randn(2, 3, 100, 72, generator=torch.Generator().manual_seed(3))  # the last program has few rows
+    (ours, scale), (theirs, wanted) = by_triton(round_state)(state.to(DEVICE)), by_pytorch(round_state)(state)
+    assert torch.equal(scale.cpu(), wanted)
+    assert (ours.cpu().int() - theirs.int()).abs().max() <= 1  # in the middle of two, either
+    assert (ours.cpu() != theirs).float().mean() < 1e-3
 
 
 def test_only_where_a_group_leaves_the_state_changes() -> None:
@@ -122,9 +138,11 @@ def test_another_window_than_that_of_the_cache_is_refused() -> None:
         group_gated_delta_step_(*call._replace(token=call.token._replace(window=33)))
 
 
-def test_what_the_operator_changes() -> None:
+def test_the_operators_are_registered_consistently() -> None:
+    from deltanet_kernels.group_rule.round_state import round_state_op
     from deltanet_kernels.group_rule.step import group_step_op_
 
+    torch.library.opcheck(round_state_op.op, (torch.randn(1, 2, 3, 4, device=DEVICE),))
     torch.library.opcheck(group_step_op_.op, group_step_op_.flat(copied(step(tokens=(96,)), DEVICE)))
 
 
@@ -148,7 +166,7 @@ def test_the_leaving_group_is_written_by_the_rule_without_sinks() -> None:
 @pytest.mark.parametrize(
     ("T", "groups", "length"), [(200, 2, None), (200, 2, 128), (200, 2, 129), (40, 3, None), (97, 0, None)]
 )
-def test_the_gates_of_a_prompt(T: int, groups: int, length: int | None) -> None:
+def test_the_gates_of_a_prompt(T: int, groups: int, length: int | None, poisoned_memory: None) -> None:
     make = torch.Generator().manual_seed(2)
     a, b = (torch.randn(2, T, 3, generator=make) for _ in range(2))
     A_log, dt_bias = torch.randn(3, generator=make), torch.randn(3, generator=make)

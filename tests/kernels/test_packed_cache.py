@@ -331,8 +331,9 @@ def test_gradients_of_a_prompt(
 
 @pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize("length", [1, 32, 65, 128])
-def test_a_prompt_with_padding(form: str, length: int) -> None:
-    """As without it; the number of tokens is on the device. Of growing groups, those of the tokens come first."""
+def test_a_prompt_with_padding(form: str, length: int, poisoned_memory: None) -> None:
+    """As without it; the number of tokens is on the device. Of growing groups, those of the tokens come first, and
+    places without one hold zeros."""
     pack = (by_triton if form == "triton" else by_pytorch)(pack_prompt)
     k, v = (x.transpose(1, 2) for x in tokens(128, 64, torch.float32)[1:])
     for groups in (0, 2, 15, None):
@@ -341,6 +342,7 @@ def test_a_prompt_with_padding(form: str, length: int) -> None:
         for name, one, other in zip(made._fields, made.tensors, wanted.tensors, strict=False):
             own = one[:, :, : other.shape[2]] if groups is None and name != "lengths" else one
             assert torch.equal(own, other), (groups, name)
+        assert not any(one[:, :, (length - 1) // GROUP :].any() for one in made[:4])
         for one, other in zip(seen, wanted_seen, strict=True):
             assert torch.equal(one[:, : other.shape[1]], other), groups
             assert one.isfinite().all()

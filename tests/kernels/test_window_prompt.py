@@ -38,6 +38,7 @@ class Mixture:
     numbers: str = "none"  # none | one row | rows
     gate: bool = True
     norm: str = "per_head"  # none | shared | per_head
+    before: int = 0  # first tokens without a state's output
 
     def __str__(self) -> str:
         return self.name
@@ -53,6 +54,10 @@ CASES = [
     Mixture("nothing is out of sight", places=20),
     Mixture("a reach within the places", reach=4),
     Mixture("a reach equal to the places", reach=5),
+    Mixture("a state from the fifth token on", before=4),
+    Mixture("the same, going on", before=4, numbers="one row", reach=9),
+    Mixture("the same, rows of their own", before=12, numbers="rows"),
+    Mixture("a state of no token", before=13),
     Mixture("heads of 64, several tiles", D=64, H=9, T=9, B=1, places=3),
     Mixture("heads of 100", D=100, H=1, B=1, places=1),
     Mixture("heads of 1", D=1, T=1, places=1, numbers="rows"),
@@ -75,7 +80,7 @@ def make(case: Mixture, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {
         "window_output": randn(B, T, H, D).to(dtype),
         "lse": randn(B, T, H),
-        "state_output": randn(B, T, H, D).to(dtype),
+        "state_output": randn(B, T, H, D).to(dtype)[:, case.before :].contiguous(),
         "share_logit": randn(B, T, H).to(dtype),
         "far_slope": 1 + 0.3 * randn(H),
         "near_slope": 1 + 0.3 * randn(H),
@@ -92,7 +97,8 @@ def truth(x: dict[str, Any]) -> Tensor:
     """The definition in float64, token by token."""
     y = {name: None if x[name] is None else x[name].cpu().double() for name in TENSORS}
     B, T = y["window_output"].shape[:2]
-    state_output, o = y["state_output"], torch.empty_like(y["window_output"])
+    o = torch.empty_like(y["window_output"])
+    state_output = F.pad(y["state_output"], (0, 0, 0, 0, T - y["state_output"].shape[1], 0))
     if y["norm_weight"] is not None:
         state_output = (
             state_output / (state_output.square().mean(-1, keepdim=True) + x["eps"]).sqrt() * y["norm_weight"]
@@ -194,6 +200,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"window_output": torch.zeros(2, 13, 3)}, "window_output: got shape"),
     ({"lse": torch.zeros(2, 13, 2)}, r"lse: got shape \[2, 13, 2\], needs \[B, T, H\]"),
     ({"state_output": torch.zeros(2, 13, 3, 15)}, "state_output: got shape"),
+    ({"state_output": torch.zeros(2, 14, 3, 16)}, r"state_output: got shape .* needs \[B, T', H, D\] with T' <= T"),
     ({"state_output": torch.zeros(2, 13, 3, 16).int()}, "state_output: got dtype torch.int32"),
     ({"share_logit": None}, "share_logit: got NoneType, needs a tensor"),
     ({"far_slope": torch.zeros(4)}, r"far_slope: got shape \[4\], needs \[H\]"),

@@ -19,7 +19,7 @@ from deltanet_hf.mixers.layer.delayed_state import as_waiting
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
-from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
+from deltanet_kernels import round_state
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student
 
@@ -82,7 +82,7 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * branch.scale
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
         if state is not None and t == left + GROUP * branch.groups and mixer.settings.state_dtype == "int8":
-            codes, scale = rounded_to_8_bits(state["state"])  # after the read of the first token of a group
+            codes, scale = round_state(state["state"])  # after the read of the first token of a group
             state = {**state, "state": codes * scale.unsqueeze(-1)}
         far = mixer.gated_norm(far, mixer.project(x[:, now]).gate)
         count = t + 1 - len(seen)

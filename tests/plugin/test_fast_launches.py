@@ -20,7 +20,9 @@ from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels import rms_norm
+from deltanet_kernels.common.registration import Registered
 from deltanet_kernels.dispatch import Operator
+from deltanet_kernels.group_rule import chunk
 from deltanet_kernels.residual_norm import rms_norm_triton
 from support.replayed_step import LEAVES_MEMORY, is_view
 from support.tiny_models import mixed_heads, mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
@@ -105,11 +107,15 @@ def test_which_sums_the_kernel_computes(family: str, norms: int, monkeypatch: py
         assert (kernels.alone, kernels.added) == (norms - 8, 8)
 
 
-def launches(model: PreTrainedModel, layer: Any, tokens: int, seen: int) -> list[str]:
+def launches(
+    model: PreTrainedModel, layer: Any, tokens: int, seen: int, prompt_length: Tensor | None = None
+) -> list[str]:
     """Of one layer's call of `tokens` tokens behind `seen` others, from the sum of the layer before to its own.
 
-    Every operator takes its Triton form, but for those of the tokens before.
+    Every operator takes its Triton form, but for those of the tokens before. Its kernels are counted, and not run.
     """
+    from triton.runtime.interpreter import GridExecutor
+
     cache = DynamicCache(config=model.config)
     x = torch.randn(1, seen + tokens, 32).to(model.dtype)
     positions = model.model.rotary_emb(x, torch.arange(seen + tokens)[None])
@@ -121,9 +127,17 @@ def launches(model: PreTrainedModel, layer: Any, tokens: int, seen: int) -> list
     def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
         return operator.triton()(call)  # type: ignore[misc]
 
+    def run(registered: Registered[..., Any], *calls: Any) -> Any:
+        return registered.function(*calls)  # as in an eager call, which no mode sees
+
+    def launch(kernel: GridExecutor, *args: Any, **options: Any) -> None:
+        counted.names.append(kernel.fn.__name__)
+
     with pytest.MonkeyPatch.context() as patch, Launches() as counted:
         patch.setattr(Operator, "unchecked", unchecked)
-        layer(hidden, past_key_values=cache, position_embeddings=now)
+        patch.setattr(Registered, "__call__", run)
+        patch.setattr(GridExecutor, "__call__", launch)
+        layer(hidden, past_key_values=cache, position_embeddings=now, prompt_length=prompt_length)
     return counted.names
 
 
@@ -137,25 +151,30 @@ def test_launches_of_a_step(window: dict[str, int], most: int) -> None:
         if name.endswith("_slope"):
             weight.data = weight.data.float()
     names = launches(model, FastLayer(model.model.layers[1], True), 1, 7)
-    assert names.count("rms_norm_op") == 2
-    assert names.count("silu_product_op") == 1
+    assert names.count("_rms_norm_kernel") == 2
+    assert names.count("_silu_product_kernel") == 1
     assert not {"add", "pow", "mean", "rsqrt", "cat", "clone"} & set(names)
     assert len(names) <= most, " ".join(names)
 
 
-@torch.no_grad()
-@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
-def test_states_of_what_has_left_add_no_launches_to_a_step() -> None:
-    """In 4 bits, beside a softmax head: one product, a step and o_proj of each kind, and the feed-forward block."""
+def windows_and_states(tokens: int, seen: int, prompt_length: Tensor | None = None) -> tuple[list[str], list[str]]:
+    """The launches of windows in 4 bits beside a softmax head, and with states of what has left the windows."""
     state = LayerTable.preset(1, "gated_deltanet+window", window=40).only_kind.settings.to_dict()
     names: list[list[str]] = []
     for heads in (mixed_heads("softmax", "window", window=40), mixed_heads("softmax", "linear", linear=state)):
         model = tiny_mixture("llama", LayerTable({"own": heads}, ("own",)), head_dim=64)
         set_cache_bits(model.bfloat16(), 4)
-        names.append(launches(model, FastLayer(model.model.layers[0], True), 1, 7))
-    windows, states = names
-    assert len(windows) == 10
-    assert states == [*windows[:2], "group_step_op_", *windows[3:]]
+        names.append(launches(model, FastLayer(model.model.layers[0], True), tokens, seen, prompt_length))
+    return names[0], names[1]
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+def test_states_of_what_has_left_add_no_launches_to_a_step() -> None:
+    """One product, three kernels and o_proj of each kind of heads, and the feed-forward block."""
+    windows, states = windows_and_states(1, 7)
+    assert len(windows) == 14
+    assert states == [*windows[:2], "group_token_kernel", "packed_span_kernel", "group_mix_kernel", *windows[5:]]
 
 
 @torch.no_grad()
@@ -163,6 +182,29 @@ def test_states_of_what_has_left_add_no_launches_to_a_step() -> None:
 def test_launches_of_a_prompt() -> None:
     model = tiny_student("mistral", window=5, sinks=2, expand_kv=False, state_dtype="bfloat16").bfloat16()
     names = launches(model, FastLayer(model.model.layers[1], True), 6, 0)
-    assert names.count("rms_norm_op") == 2
+    assert names.count("_rms_norm_kernel") == 2
     assert not {"add", "pow", "mean", "rsqrt"} & set(names)
-    assert len(names) <= 15, " ".join(names)
+    assert len(names) <= 17, " ".join(names)
+
+
+RULE = ["scores_kernel", "inverse_kernel", "group_states_kernel", "group_outputs_kernel"]
+CUT = ["chunk_spans_kernel", "states_kernel", "_compose_kernel"]
+PROMPTS = {  # tokens, length, multiprocessors, launches of the rule
+    "whole": (200, None, 1, RULE),
+    "padded": (200, 190, 1, RULE),
+    "within the window": (60, 50, 1, ["new_zeros"]),
+    "in segments": (2700, None, 8, RULE + CUT),
+}
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize(("tokens", "length", "processors", "rule"), PROMPTS.values(), ids=PROMPTS)
+def test_launches_that_states_of_what_has_left_add_to_a_prompt(
+    tokens: int, length: int | None, processors: int, rule: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows take four of each kind of heads."""
+    monkeypatch.setattr(chunk, "multiprocessors", lambda device: processors)
+    windows, states = windows_and_states(tokens, 0, None if length is None else torch.tensor([length]))
+    assert len(windows) == 16
+    assert sorted(states) == sorted([*windows, "group_gates_kernel", *rule, "round_state_kernel", "mixture_kernel"])

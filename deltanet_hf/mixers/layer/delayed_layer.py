@@ -31,7 +31,8 @@ from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.token_order import padding_last, reordered
-from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
+from deltanet_kernels import round_state
+from deltanet_kernels.group_rule.calls import RoundStateCall
 
 if TYPE_CHECKING:
     from deltanet_hf.mixers.layer.mixer import Mixer
@@ -125,7 +126,7 @@ def stored_memory(mixer: Mixer, memory: State) -> State:
     """The state of the rule as the cache keeps it: the inverse of `_memory`."""
     if not memory or mixer.settings.state_dtype != "int8":
         return memory
-    codes, scale = rounded_to_8_bits(memory["state"])
+    codes, scale = round_state.unchecked(RoundStateCall(memory["state"].detach()))
     return {**memory, "state": codes, SCALE: scale}
 
 

@@ -135,10 +135,10 @@ def chunk_spans(bounds: torch.Tensor, chunks: Chunks, segments: int, composed: b
 
 @triton.jit
 def _compose_kernel(
-    M, states, table, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HV: tl.constexpr,
-    SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    states, M, initial, table, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add M S_in to the N that `states` holds; one program per (sequence, head, slice of V)."""
+    """Store the first state, and add M S_in to the N of the others; one program per (sequence, head, slice of V)."""
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
@@ -150,20 +150,24 @@ def _compose_kernel(
     mM = (d < K)[:, None] & (d < K)[None, :]
     at = states + d[:, None] * V + e[None, :]
     first = SEGMENTS - 1 if REVERSE else 0
-    S = tl.load(at + ((n * SEGMENTS + first) * HV + head) * K * V, mask=mS, other=0.0)
-    for step in tl.range(0, SEGMENTS - 1, num_stages=2):
-        s = SEGMENTS - 1 - step if REVERSE else step
-        segment = (n * SEGMENTS + s) * HV + head
-        to = at + (segment - HV if REVERSE else segment + HV) * K * V
-        # Nothing is read behind a branch, so that no load waits for another.
-        start, stop = load_span(table, n, head, s, M_PASS, HV, SEGMENTS)
-        if REVERSE:
-            M_tile = tl.load(M + segment * K * K + d[None, :] * K + d[:, None], mask=mM, other=0.0)
-        else:
-            M_tile = tl.load(M + segment * K * K + d[:, None] * K + d[None, :], mask=mM, other=0.0)
-        N = tl.load(to, mask=mS, other=0.0)
-        S = N + tl.where(start <= stop, tl.dot(M_tile, S, input_precision=PRECISION), 0.0)
-        tl.store(to, S, mask=mS)
+    S = tl.zeros([BK, BV], dtype=tl.float32)
+    if initial is not None:
+        S += tl.load(initial + (n * HV + head) * K * V + d[:, None] * V + e[None, :], mask=mS, other=0.0)
+    tl.store(at + ((n * SEGMENTS + first) * HV + head) * K * V, S, mask=mS)
+    if M is not None:
+        for step in tl.range(0, SEGMENTS - 1, num_stages=2):
+            s = SEGMENTS - 1 - step if REVERSE else step
+            segment = (n * SEGMENTS + s) * HV + head
+            to = at + (segment - HV if REVERSE else segment + HV) * K * V
+            # Nothing is read behind a branch, so that no load waits for another.
+            start, stop = load_span(table, n, head, s, M_PASS, HV, SEGMENTS)
+            if REVERSE:
+                M_tile = tl.load(M + segment * K * K + d[None, :] * K + d[:, None], mask=mM, other=0.0)
+            else:
+                M_tile = tl.load(M + segment * K * K + d[:, None] * K + d[None, :], mask=mM, other=0.0)
+            N = tl.load(to, mask=mS, other=0.0)
+            S = N + tl.where(start <= stop, tl.dot(M_tile, S, input_precision=PRECISION), 0.0)
+            tl.store(to, S, mask=mS)
 
 
 def compose(
@@ -173,19 +177,15 @@ def compose(
     """Turn `states` [rows, segments, HV, K, V] into the states that enter each segment; from the end if `reverse`.
 
     On entry it holds, per segment, the N of the previous segment (backward: of the next one); the entry of the first
-    (backward: the last) segment is ignored. M is None where nothing is composed.
+    (backward: the last) segment is ignored. M is None where nothing is composed. `initial` [rows, HV, K, V] is
+    contiguous, None for zeros.
     """
     rows, segments, HV, K, V = states.shape
-    outermost = states[:, -1 if reverse else 0]
-    if initial is None:
-        outermost.zero_()
-    else:
-        outermost.copy_(initial)
-    if M is not None and rows:
+    if rows:
         BV = min(16, power_of_two(V))
         launch(
             _compose_kernel, rows * HV * cdiv(V, BV),
-            M, states, table, K=K, V=V, BK=power_of_two(K), BV=BV, HV=HV, SEGMENTS=segments, REVERSE=reverse,
+            states, M, initial, table, K=K, V=V, BK=power_of_two(K), BV=BV, HV=HV, SEGMENTS=segments, REVERSE=reverse,
             PRECISION="ieee" if precision == "ieee" else "tf32x3", num_warps=8,
         )  # fmt: skip
 

@@ -24,7 +24,8 @@ caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N
     step_kernels.py       its kernels, before and after the window's attention
     cpu_step.py           both in PyTorch
     calls.py              the calls and their checks
-    rounding.py           states in 8 bits
+    rounding.py           states in 8 bits, in PyTorch
+    round_state.py        the same on CUDA
 
 From gated_delta_rule/ come the stages before the states, without their scores, the segments of long sequences
 (segments.py), and with GROUPS the other gradients (gradients_pairs.py, gradients_inputs.py) or all of them

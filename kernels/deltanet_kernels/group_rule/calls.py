@@ -106,6 +106,29 @@ def check_group_gates(call: GroupGatesCall) -> None:
         raise ValueError(f"groups: got {call.groups}, needs at least 0")
 
 
+class RoundStateCall(NamedTuple):
+    """A state in 8 bits: the numbers of a row in 127 steps of the largest. On CUDA this is one kernel. No gradients.
+
+    Args:
+        state: [B, H, K, V] float32 or float64.
+
+    Returns:
+        Integers of -127 to 127 [B, H, K, V] int8 and the scale of each row [B, H, K], in the dtype of the state.
+
+    Raises:
+        ValueError: gradients are required.
+        TypeError: a state of integers.
+    """
+
+    state: Tensor
+
+
+def check_round_state(call: RoundStateCall) -> None:
+    """Check the argument of a call; raises ValueError or TypeError."""
+    checks.require_float("state", call.state)
+    checks.refuse_gradients("round_state", "the state as it is", call.state)
+
+
 class GroupStepCall(NamedTuple):
     """Puts the next token of each sequence into a packed cache, as `packed_step_`, and mixes what it attends to with
     what it reads from a state of what has left that window. No gradients.

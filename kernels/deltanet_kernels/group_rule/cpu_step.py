@@ -9,8 +9,8 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
-from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupStepCall
-from deltanet_kernels.group_rule.rounding import rounded_to_8_bits
+from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupStepCall, RoundStateCall
+from deltanet_kernels.group_rule.rounding import torch_round_state
 from deltanet_kernels.packed_cache.reference import torch_packed_step_
 from deltanet_kernels.prompt.calls import GateValuesCall
 from deltanet_kernels.prompt.cpu import torch_gate_values
@@ -64,7 +64,7 @@ def _read(call: GroupStepCall) -> Tensor:
         state = after.where(changed, state)
         codes = after
         if call.state_scale is not None:
-            codes, scale = rounded_to_8_bits(after)
+            codes, scale = torch_round_state(RoundStateCall(after))
             call.state_scale.copy_(scale.where(changed[..., 0], call.state_scale))
         call.state.copy_(codes.to(call.state.dtype).where(changed, call.state))
     gates = torch_gate_values(GateValuesCall(*call[:4], call.max_strength))

@@ -24,9 +24,9 @@ def group_gates_kernel(
     a, b, A_log, dt_bias, length, g, beta, waiting_g, waiting_beta, T, L, sinks, a_row, b_row,
     N: tl.constexpr, H: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK gates of a row; tokens of a and b are x_row elements apart."""
+    """One program per BLOCK gates of a row, or places for them; tokens of a and b are x_row elements apart."""
     PLACES: tl.constexpr = 32 * (N + 1)
-    blocks = tl.cdiv(T * H, BLOCK)
+    blocks = tl.cdiv(tl.maximum(T, PLACES) * H, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     m = i < T * H
@@ -43,27 +43,28 @@ def group_gates_kernel(
     tl.store(g + at, tl.where(writes, x.to(tl.float32), 0.0), mask=m & (t < L))
     tl.store(beta + at, tl.where(writes, y.to(tl.float32), 0.0), mask=m & (t < L))
     at = (n * PLACES + t % PLACES) * H + h
-    waits = m & (t < end) & (t >= end - PLACES)
-    tl.store(waiting_g + at, x, mask=waits)
-    tl.store(waiting_beta + at, y, mask=waits)
+    # Places that no token has taken hold 0.
+    waits = (t >= end - PLACES) & (t < tl.maximum(end, PLACES))
+    tl.store(waiting_g + at, tl.where(t < end, x, 0.0), mask=waits)
+    tl.store(waiting_beta + at, tl.where(t < end, y, 0.0), mask=waits)
 
 
 def _fake_gates(call: GroupGatesCall):
     a, hidden = call.a, 32 * call.groups
     B, T, H = a.shape
     gates = (a.new_empty(B, max(T - hidden, 0), H, dtype=torch.float32) for _ in range(2))
-    return *gates, *(a.new_zeros(B, hidden + 32, H, dtype=torch.bfloat16) for _ in range(2))
+    return *gates, *(a.new_empty(B, hidden + 32, H, dtype=torch.bfloat16) for _ in range(2))
 
 
 @operator(_fake_gates)
 def group_gates_op(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """g, beta [B, max(T - 32 N, 0), H] and those that wait [B, 32 (N + 1), H]."""
     made: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_gates(call)
-    B, T, H = call.a.shape
+    (B, T, H), L, places = call.a.shape, made[0].shape[1], made[2].shape[1]
     (a, a_row), (b, b_row) = rows(call.a), rows(call.b)
     launch(
-        group_gates_kernel, B * cdiv(T * H, BLOCK), a, b, call.A_log, call.dt_bias, call.length, *made, T,
-        made[0].shape[1], call.sinks, a_row, b_row, N=call.groups, H=H, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
+        group_gates_kernel, B * cdiv(max(T, places) * H, BLOCK), a, b, call.A_log, call.dt_bias, call.length, *made, T,
+        L, call.sinks, a_row, b_row, N=call.groups, H=H, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return made
 

@@ -8,12 +8,15 @@ from deltanet_kernels.group_rule.calls import (
     GroupGatesCall,
     GroupRuleCall,
     GroupStepCall,
+    RoundStateCall,
     check_group_gates,
     check_group_rule,
     check_group_step,
+    check_round_state,
 )
 from deltanet_kernels.group_rule.cpu import chunk_group_torch
 from deltanet_kernels.group_rule.cpu_step import torch_group_gates, torch_group_step_
+from deltanet_kernels.group_rule.rounding import torch_round_state
 
 
 def _chunk():
@@ -34,6 +37,12 @@ def _step():
     return group_step_triton_
 
 
+def _round():
+    from deltanet_kernels.group_rule.round_state import round_state_triton
+
+    return round_state_triton
+
+
 chunk_group_gated_delta_rule = Operator(
     "chunk_group_gated_delta_rule", GroupRuleCall, check=check_group_rule, cpu=chunk_group_torch, triton=_chunk
 )
@@ -45,3 +54,6 @@ group_gated_delta_step_ = Operator(
     "group_gated_delta_step_", GroupStepCall, check=check_group_step, cpu=torch_group_step_, triton=_step
 )
 """One token beside a state of what has left its window."""
+
+round_state = Operator("round_state", RoundStateCall, check=check_round_state, cpu=torch_round_state, triton=_round)
+"""The state that a prompt leaves, in 8 bits."""

@@ -13,6 +13,7 @@ import triton.language as tl
 from deltanet_kernels.common.online_softmax import combined
 from deltanet_kernels.common.tiles import L2_EPS, log_decay, silu, write_strength
 from deltanet_kernels.common.token_step import take_ticket, turned
+from deltanet_kernels.group_rule.round_state import rounded_rows
 from deltanet_kernels.packed_cache.kernels import put_token, restored_group
 from deltanet_kernels.packed_cache.numbers import GROUP, in_order
 from deltanet_kernels.window.mixture import state_share
@@ -94,10 +95,9 @@ def group_token_kernel(
                 q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
                 tl.store(read + (n * (H * TIMES) + head) * D + d, tl.sum(_unit(q_D, scale)[:, None] * S, axis=0))
             if state_scale is not None:
-                largest = tl.max(tl.abs(S), axis=1)
-                steps = tl.where(largest > 0, tl.div_rn(127.0, largest), 0.0)
-                tl.store(state + at, tl.floor(S * steps[:, None] + 0.5).to(tl.int8))
-                tl.store(state_scale + row, tl.div_rn(largest, 127.0))
+                rounded, scale_D = rounded_rows(S)
+                tl.store(state + at, rounded)
+                tl.store(state_scale + row, scale_D)
             else:
                 tl.store(state + at, S.to(state.dtype.element_ty))
         tl.debug_barrier()  # the group is read before its codes and its first gates are written over

@@ -118,15 +118,25 @@ def restored_group(
     return tl.reshape(tl.permute(x, [1, 2, 0]), [C, R])
 
 
-@triton.jit(do_not_specialize=["T", "rows"])
-def round_tokens_kernel(x, y, T, rows, x_row, x_token, x_head, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
-    """One program per R of the rows of y [B, T, HK, D]."""
-    n = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+@triton.jit
+def _round_rows(x, y, n, T, rows, x_row, x_token, x_head, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+    """The rows n [R] of y [B, T, HK, D]."""
     d = tl.arange(0, D)[None, :]
     at = n // HK // T * x_row + n // HK % T * x_token + n % HK * x_head
     m = (n < rows)[:, None]
     new = rounded_tokens(tl.load(x + at[:, None] + d, mask=m, other=0.0).to(tl.float32), R, D)
     tl.store(y + n[:, None] * D + d, new.to(y.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["T", "rows"])
+def round_tokens_kernel(
+    k, v, new_k, new_v, T, rows, k_row, k_token, k_head, v_row, v_token, v_head,
+    HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """One program per R of the rows of new_k and new_v [B, T, HK, D]."""
+    n = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    _round_rows(k, new_k, n, T, rows, k_row, k_token, k_head, HK, D, R)
+    _round_rows(v, new_v, n, T, rows, v_row, v_token, v_head, HK, D, R)
 
 
 class Places(NamedTuple):

@@ -208,14 +208,13 @@ def _fake_round(call: RoundTokensCall):
 def round_tokens_op(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
     """k and v [B, T, HK, D], rounded and contiguous."""
     rounded: tuple[Tensor, Tensor] = _fake_round(call)
-    B, T, HK, D = call.k.shape
+    (k, v), strides = strided(*call)
+    B, T, HK, D = k.shape
     some = 2048 // D
-    for x, y in zip(call, rounded, strict=True):
-        x = x if x.stride(3) == 1 else x.contiguous()
-        launch(
-            round_tokens_kernel, cdiv(B * T * HK, some), x, y, T, B * T * HK, *x.stride()[:3], HK=HK, D=D, R=some,
-            num_warps=4,
-        )  # fmt: skip
+    launch(
+        round_tokens_kernel, cdiv(B * T * HK, some), k, v, *rounded, T, B * T * HK, *strides, HK=HK, D=D, R=some,
+        num_warps=4,
+    )  # fmt: skip
     return rounded
 
 
@@ -234,20 +233,20 @@ def round_tokens_triton(call: RoundTokensCall) -> tuple[Tensor, Tensor]:
     return _round_tokens(call)
 
 
-def _groups(make, B, HK, N, D, bits, device):
-    """The first four tensors of `PackedKeyValues` by `make`, torch.empty or torch.zeros."""
+def _groups(B, HK, N, D, bits, device):
+    """The first four tensors of `PackedKeyValues`, not yet computed."""
     codes, scales = {"dtype": torch.uint8, "device": device}, {"dtype": torch.int16, "device": device}
     return (
-        make((B, HK, N, GROUP, D * bits // 8), **codes),
-        make((B, HK, N, D), **scales),
-        make((B, HK, N, D, GROUP * bits // 8), **codes),
-        make((B, HK, N, D // GROUP, GROUP), **scales),
+        torch.empty((B, HK, N, GROUP, D * bits // 8), **codes),
+        torch.empty((B, HK, N, D), **scales),
+        torch.empty((B, HK, N, D, GROUP * bits // 8), **codes),
+        torch.empty((B, HK, N, D // GROUP, GROUP), **scales),
     )
 
 
 def _fake_pack(call: PackGroupsCall):
     B, HK, length, D = call.k.shape
-    return _groups(torch.empty, B, HK, length // GROUP, D, call.bits, call.k.device)
+    return _groups(B, HK, length // GROUP, D, call.bits, call.k.device)
 
 
 @operator(_fake_pack)
@@ -285,8 +284,6 @@ def _empty_prompt(call: PackPromptCall, old: PackedKeyValues | None = None, star
     (B, T, HK, D), device, groups = call.k.shape, call.k.device, call.groups
     N = (T - 1) // GROUP
     groups = N if groups is None else groups
-    # Places that no group has taken are not read, but no NaN.
-    make = torch.empty if groups <= N and call.length is None and old is None else torch.zeros
     rows, places = B, N * GROUP
     if old is not None:  # restored numbers begin with those of the old cache and its current group
         B, places = len(old.lengths), (old.groups + cdiv(T, GROUP)) * GROUP
@@ -296,7 +293,7 @@ def _empty_prompt(call: PackPromptCall, old: PackedKeyValues | None = None, star
     tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.uint8, device=device) for size in sizes)
     lengths = torch.empty(B, dtype=torch.int32, device=device)
     seen = (call.k.new_empty(rows, places, HK, D) for _ in range(2))
-    return *_groups(make, B, HK, groups, D, call.bits, device), *tokens, lengths, *seen
+    return *_groups(B, HK, groups, D, call.bits, device), *tokens, lengths, *seen
 
 
 @operator(_empty_prompt)
@@ -317,10 +314,11 @@ def _pack_prompt(call: PackPromptCall, before: Before | None = None):
     if old is not None:
         T = T if starts is None else longest
         held, last = old.groups, old.groups + cdiv(T, GROUP)
+    programs = max(last, groups) + 1
     launch(
-        pack_prompt_kernel, len(made[7]) * HK * (1 + last), k, v, *made, call.length, *(old or [None] * 4)[:4], *tokens,
-        None if old is None else old.lengths, starts, call.key_order, T, groups, held, last, *strides, HK=HK, D=D,
-        BITS=call.bits, num_warps=4,
+        pack_prompt_kernel, len(made[7]) * HK * programs, k, v, *made, call.length, *(old or [None] * 4)[:4], *tokens,
+        None if old is None else old.lengths, starts, call.key_order, T, groups, held, last, programs, *strides, HK=HK,
+        D=D, BITS=call.bits, num_warps=4,
     )  # fmt: skip
     return made
 

@@ -223,6 +223,15 @@ def unpack_group(key_codes, key_scales, value_codes, value_scales, order, group,
 
 
 @triton.jit
+def clear_group(codes, scales, place, D: tl.constexpr, BITS: tl.constexpr):
+    """Stores zeros as the codes and scales of number `place` of all packed groups."""
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    w, s = tl.arange(0, D * BITS), tl.arange(0, D)
+    tl.store(codes + place * (D * BITS) + w, w * 0)
+    tl.store(scales + place * D + s, s * 0)
+
+
+@triton.jit
 def copy_group(codes, scales, group, new_codes, new_scales, place, D: tl.constexpr, BITS: tl.constexpr):
     """Copies the codes and scales of number `group` of all packed groups to number `place` of others."""
     codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)

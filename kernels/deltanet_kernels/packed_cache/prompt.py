@@ -13,6 +13,7 @@ from deltanet_kernels.packed_cache.numbers import (
     GROUP,
     SINKS,
     TOKENS,
+    clear_group,
     copy_group,
     pack_loaded,
     store_tokens,
@@ -43,23 +44,24 @@ def first_place(b, begin, held):
     return b * (held + 1) * GROUP + begin
 
 
-@triton.jit(do_not_specialize=["T", "groups", "held", "last"])
+@triton.jit(do_not_specialize=["T", "groups", "held", "last", "programs"])
 def pack_prompt_kernel(
     k, v, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, seen_k, seen_v, length,
     old_key_codes, old_key_scales, old_value_codes, old_value_scales, old_keys, old_values, old_lengths, starts,
-    key_order, T, groups, held, last, k_row, k_token, k_head, v_row, v_token, v_head,
+    key_order, T, groups, held, last, programs, k_row, k_token, k_head, v_row, v_token, v_head,
     HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, key head and group of 32 tokens; the last one copies the first tokens and the group of the
-    last token before `end`.
+    """One program per row, key head and group of 32 tokens, or place of one; the last one copies the first tokens and
+    the group of the last token before `end`.
 
-    A ring of `groups` groups is kept. The restored numbers of complete groups before the last token go to seen_k and
-    seen_v [B, last * 32, HK, D]. The tokens may come after those of an old cache, a ring of `held` groups; then the
-    groups are those from the first that it holds. With `starts` [B + 1] the sequences are parts of one row; T is
-    the most tokens of one, and places of seen_k and seen_v begin as `first_place` says.
+    A ring of `groups` groups is kept; places that no group has taken are not read, but filled with zeros. The restored
+    numbers of complete groups before the last token go to seen_k and seen_v [B, last * 32, HK, D]. The tokens may come
+    after those of an old cache, a ring of `held` groups; then the groups are those from the first that it holds. With
+    `starts` [B + 1] the sequences are parts of one row; T is the most tokens of one, and places of seen_k and seen_v
+    begin as `first_place` says.
     """
-    n = tl.program_id(0) % (last + 1)
-    pair = (tl.program_id(0) // (last + 1)).to(tl.int64)
+    n = tl.program_id(0) % programs
+    pair = (tl.program_id(0) // programs).to(tl.int64)
     b, h = pair // HK, pair % HK
     seen = b * last * GROUP
     if starts is None:
@@ -88,7 +90,7 @@ def pack_prompt_kernel(
     end = total if length is None else tl.load(length).to(tl.int32)
     current = tl.maximum(end - 1, 0) // GROUP
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
-    if n == last:
+    if n == programs - 1:
         keys += pair * (TOKENS * D)
         values += pair * (TOKENS * D)
         token_scales += pair * (TOKENS * (4 * D // BLOCK))
@@ -105,6 +107,9 @@ def pack_prompt_kernel(
         j = g * GROUP + r
         group = pair * groups + g % tl.maximum(groups, 1)
         is_kept = (g >= current - groups) & (g < current)
+        if (g >= current) & (g < groups):
+            clear_group(key_codes, key_scales, group, D, BITS)
+            clear_group(value_codes, value_scales, group, D, BITS)
         rows = (seen + n * GROUP + r) * HK + h
         first = tl.minimum(total, SINKS)  # tokens that are not seen packed
         is_sink = j < SINKS

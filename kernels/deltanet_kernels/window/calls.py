@@ -112,14 +112,14 @@ class WindowMixtureCall(NamedTuple):
 
     Args:
         window_output, lse: the results of `window_attention` or `window_step_` [B, T, H, D] and [B, T, H].
-        state_output: the state's output [B, T, H, D].
+        state_output: the state's output of the last tokens [B, T', H, D], T' <= T; 0 for those before.
         share_logit: [B, T, H].
         far_slope, near_slope: [H].
         places: number of tokens that the window sees with its sinks.
         reach: number of last tokens, a token's own included, that count towards `unseen`; >= 1, None for all.
         numbers: numbers of the tokens in their sequences, from 1, [B, T] or [1, T] integers, 0 for padding; 1 to T by
             default.
-        z: gate logits in the shape of state_output, or None for no gate.
+        z: gate logits [B, T, H, D], or None for no gate.
         norm_weight: [D] or [H, D], or None for no norm.
         eps: added to the mean square.
         edge: as for `window_attention`; `places` are those of a token that begins a group.

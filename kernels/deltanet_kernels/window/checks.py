@@ -93,9 +93,10 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
     require_least("places", places, 1)
     if reach is not None:
         require_least("reach", reach, 1)
+    tokens = min(T, require_tensor("state_output", state_output).shape[1:2].numel())
     parts: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
         ("lse", lse, (B, T, H), "[B, T, H]"),
-        ("state_output", state_output, (B, T, H, D), "the shape of window_output"),
+        ("state_output", state_output, (B, tokens, H, D), "[B, T', H, D] with T' <= T"),
         ("share_logit", share_logit, (B, T, H), "[B, T, H]"),
         ("far_slope", far_slope, (H,), "[H]"),
         ("near_slope", near_slope, (H,), "[H]"),

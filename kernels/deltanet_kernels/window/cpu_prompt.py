@@ -14,6 +14,8 @@ def torch_window_mixture(call: WindowMixtureCall) -> torch.Tensor:
     """`deltanet_kernels.window_mixture` in PyTorch, with every result between two operations rounded to its dtype."""
     window_output, lse, state_output, share_logit, far_slope, near_slope = call[:6]
     places, reach, numbers, z, norm_weight, eps, edge = call[6:]
+    if before := window_output.shape[1] - state_output.shape[1]:
+        state_output = F.pad(state_output, (0, 0, 0, 0, before, 0))
     if norm_weight is not None:
         state_output = torch_gated_rms_norm(GatedNormCall(state_output, z, norm_weight, eps))
     elif z is not None:

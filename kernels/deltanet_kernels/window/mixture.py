@@ -34,15 +34,18 @@ def state_share(share_logit, far_slope, near_slope, lse, n, places, REACH: tl.co
     return tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "period"])
+@triton.jit(do_not_specialize=["tokens", "T", "before", "period"])
 def mixture_kernel(
-    window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, period,
-    eps,
+    window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, T, before,
+    period, eps,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, REACH: tl.constexpr,
     WEIGHTS: tl.constexpr, NUMBERS: tl.constexpr, GATE: tl.constexpr, STATE_ROW: tl.constexpr, S_ROW: tl.constexpr,
     Z_ROW: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One program per ROWS heads of the tokens; numbers (T of them: 1 to T) repeat after `period` tokens."""
+    """One program per ROWS heads of the tokens; numbers (1 to T without any) repeat after `period` tokens.
+
+    state_output is 0 in the first `before` of the T tokens of a row, which it does not have.
+    """
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = r // H, r % H
     m_r = token < tokens
@@ -50,7 +53,9 @@ def mixture_kernel(
     m = m_r[:, None] & (d < D)[None, :]
     at = r[:, None] * D + d[None, :]
     own = head[:, None] * D + d[None, :]
-    f_RD = tl.load(state_output + token[:, None] * STATE_ROW + own, mask=m, other=0.0).to(tl.float32)
+    written = token - (token // T + 1) * before
+    m_f = m & (token % T >= before)[:, None]
+    f_RD = tl.load(state_output + written[:, None] * STATE_ROW + own, mask=m_f, other=0.0).to(tl.float32)
     if WEIGHTS > 0:
         w_RD = tl.load(norm_weight + (head % WEIGHTS)[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
         f_RD = f_RD * tl.rsqrt(tl.sum(f_RD * f_RD, axis=1) / D + eps)[:, None] * w_RD
@@ -89,7 +94,7 @@ def window_mixture_op(call: WindowMixtureCall) -> torch.Tensor:
     launch(
         mixture_kernel, cdiv(B * T * H, ROWS),
         window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, B * T,
-        T if numbers is None else numbers.numel(), call.eps,
+        T, T - call.state_output.shape[1], T if numbers is None else numbers.numel(), call.eps,
         H=H, D=D, BD=BD, ROWS=ROWS, PLACES=call.places, REACH=ALL if call.reach is None else call.reach,
         WEIGHTS=0 if norm_weight is None else norm_weight.numel() // D, NUMBERS=numbers is not None,
         GATE=z is not None, STATE_ROW=state_row, S_ROW=s_row, Z_ROW=z_row, EDGE=call.edge, num_warps=4,
