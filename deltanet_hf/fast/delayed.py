@@ -1,18 +1,14 @@
 """A mixer with a state of what has left its window, in 8 or 4 bits and without gradients, by few launches.
 
 `mixers/layer/delayed_state.py` says what is computed. Beside the kernels of a window and of the recurrence, a prompt
-takes one for its gates and one that rounds the state; a step takes three, as that of a window alone.
+takes one for its gates; a step takes three, as that of a window alone.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from deltanet_hf.fast.mixer import FastDeltaRule
-from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
@@ -86,28 +82,10 @@ class FastDelayedRule(FastDeltaRule):
         packing = PackPromptCall(k, v, branch.cache_bits, branch.groups, length, branch.cache_spec.key_order)
         cache, *seen = pack_prompt.unchecked(packing)
         reach = branch.window, branch.sinks, branch.scale, branch.cache_bits, branch.softcap
-        attended, (reads, state) = two_streams(
-            functools.partial(quantised_attention, q, k, v, *reach, seen, edge=branch.edge),
-            functools.partial(self._recalled, projected, q, seen, call),
-            q.device,
-        )
-        window_output = WindowOutput(*attended, None)
-        output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
-        return output, state | dict(zip(NAMES, cache.tensors, strict=True)) if call.keep_state else {}
+        window_output = WindowOutput(*quantised_attention(q, k, v, *reach, seen, edge=branch.edge), None)
 
-    def _recalled(
-        self, projected: Projected, q: Tensor, seen: Sequence[Tensor], call: LayerCall
-    ) -> tuple[Tensor, State]:
-        """The reads of the last max(T - 32 N, 0) of the queries [B, T, HQ, D] of a prompt, and the state after it with
-        the gates that wait (empty unless it is kept).
-
-        Args:
-            seen: the keys and values of complete groups, as later ones see them [B, places, HK, D].
-        """
-        branch = self.window_branch
-        assert branch is not None
-        hidden, logits = branch.window - 1, self.step_gates(projected)[:4]
-        gating = GroupGatesCall(*logits, branch.groups, branch.sinks, call.prompt_length, self.max_strength)  # type: ignore[arg-type]
+        logits, hidden = self.step_gates(projected)[:4], branch.window - 1
+        gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
         g, beta, *waiting = group_gates.unchecked(gating)
         if g.shape[1]:
             keys, values = (part[:, : g.shape[1]].flatten(2) for part in seen)
@@ -116,11 +94,12 @@ class FastDelayedRule(FastDeltaRule):
             reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
         else:
             reads, memory = q[:, :0], g.new_zeros(len(q), *self.state_shape().shape)
+        output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
         if not call.keep_state:
-            return reads, {}
+            return output, {}
         assert memory is not None
-        gates = {f"gate_{i}": gate for i, gate in enumerate(waiting)}
-        return reads, stored_memory(self, {"state": self.rounded(memory)}) | gates
+        kept = dict(zip(NAMES, cache.tensors, strict=True)) | {f"gate_{i}": gate for i, gate in enumerate(waiting)}
+        return output, stored_memory(self, {"state": self.rounded(memory)}) | kept
 
     def _step(self, projected: Projected, position_embeddings: PositionEmbeddings | None, state: State) -> Tensor:
         branch = self.window_branch
