@@ -36,8 +36,10 @@ from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
-from deltanet_kernels.group_rule.calls import GroupRuleCall, GroupStepCall
+from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall, RoundStateCall
 from deltanet_kernels.group_rule.chunk import chunk_group_triton
+from deltanet_kernels.group_rule.gates import group_gates_triton
+from deltanet_kernels.group_rule.round_state import round_state_triton
 from deltanet_kernels.group_rule.step import group_step_triton_
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
@@ -343,6 +345,9 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
                 beside = PackedStepCall(*token, cache, 32 * 6 + 1, sinks, softcap=cap, edge=32)
                 state = torch.zeros(2, 2, D, D, dtype=torch.int8), torch.zeros(2, 2, D)
                 a, logit = (torch.zeros(2, 1, heads, dtype=DTYPES[dtype]) for heads in (2, HQ))
+                logits = a.expand(2, 200, 2).contiguous()
+                group_gates_triton(GroupGatesCall(logits, logits, gate, gate, 6, 4))
+                round_state_triton(RoundStateCall(torch.zeros(2, 2, D, D)))
                 rest = waiting, waiting, *state, logit, slope, slope, token[0], torch.zeros(HQ, D)
                 group_step_triton_(GroupStepCall(a, a, gate, gate, beside, *rest))
 
