@@ -2,8 +2,9 @@
 
     python examples/add_rule.py TEACHER OUT
 
-converts every layer but each fourth, and generates. A rule that is to become a part of the project is a file in
-deltanet_hf/mixers and a row in its table (docs/contributing.md).
+converts every layer but each fourth, and generates: noise, because the layers have the teacher's projections, and gates
+and norms that only training fits. A rule that is to become a part of the project is a file in deltanet_hf/mixers and a
+row in its table (docs/contributing.md).
 """
 
 from __future__ import annotations

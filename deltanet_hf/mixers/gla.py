@@ -20,6 +20,6 @@ class GatedLinearAttention(ChannelRule):
     """The gated linear attention layer: Kimi Delta Attention without erasing."""
 
     name: ClassVar[str] = "gla"
-    title: ClassVar[str] = "Gated linear attention"
+    title: ClassVar[str] = "gated linear attention (decay per channel)"
     Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
     erase = "off"

@@ -86,6 +86,8 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
     assert "a trial, not a result" in text
     agreement = document["models"][2]["texts"]["hay"]["agreement"]["value"]
     assert f"| {100 * agreement:.2f} ± " in text.partition("## Same most likely token")[2]
+    divergence = document["models"][2]["texts"]["hay"]["kl"]["value"]
+    assert f"| {divergence:.4f} ± " in text.partition("## KL(teacher || model)")[2]
 
 
 def test_a_text_is_cut_at_several_lengths(

@@ -35,7 +35,7 @@ def markdown(document: dict[str, Any]) -> str:
     texts = list(models[0]["texts"])
     if texts:
         parts += ["## Perplexity", "", *_table(models, [_text(text, "perplexity", 2) for text in texts]), ""]
-        divergences = [_text(text, "kl", 3) for text in texts]
+        divergences = [_text(text, "kl", 4) for text in texts]
         parts += ["## KL(teacher || model), nats per token", "", *_table(models[1:], divergences), ""]
         agreements = [_text(text, "agreement", 2, 100) for text in texts]
         parts += ["## Same most likely token as the teacher, percent", "", *_table(models[1:], agreements), ""]
