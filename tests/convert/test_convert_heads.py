@@ -110,7 +110,11 @@ def test_other_heads_take_the_mixer(tmp_path: Path, mixer: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     mixed = model.model.layers[0].self_attn
     assert [layer["index"] for layer in report["layers"]] == [0, 2, 3]
+    card = (tmp_path / "out" / "README.md").read_text()
     if mixer != "window":
+        assert "but for 2 key/value heads, which see all; layers 1 keep softmax attention." in card
+        windows = " and windows of 256 tokens" if mixer.endswith("+window") else ""
+        assert f"\n# teacher with {mixed.linear.title} layers{windows}\n" in card
         assert mixed.linear.name == mixer.removesuffix("+window")
         assert (mixed.linear.settings.window > 0) == mixer.endswith("+window")
         assert max(layer["softmax_error"] for layer in report["layers"]) < 1e-5
@@ -121,7 +125,6 @@ def test_other_heads_take_the_mixer(tmp_path: Path, mixer: str) -> None:
         model(IDS).logits, restrict_heads(original, kept, 7, 1)(IDS).logits, rtol=1e-5, atol=2e-5
     )
     assert sum(layer["created"] + layer["dropped"] for layer in report["plan"]["layers"]) == 0
-    card = (tmp_path / "out" / "README.md").read_text()
     assert "see\nthe last 7 tokens and the first 1, but for 2 key/value heads, which see all; layers 1 see all." in card
     assert "All weights are the teacher's" in card
 

@@ -218,7 +218,7 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "2 of 2 attention layers of `teacher` (llama) see\nthe last 5 tokens and the first 4." in card
     assert "All weights are the teacher's; nothing was fitted or trained." in card
-    for words in ("Distil the model before use", "fitted to the teacher", "gated-deltanet", "linear-attention"):
+    for words in ("brings it nearer", "fitted to the teacher", "gated-deltanet", "linear-attention"):
         assert words not in card
     check = report["held_out"]
     before, after, kl = (f"{check['teacher_perplexity']:.2f}", f"{check['perplexity']:.2f}", f"{check['kl']:.3f}")
@@ -254,8 +254,8 @@ def test_heads_of_one_layer_cannot_be_of_a_kind_that_stays_quadratic() -> None:
 @pytest.mark.parametrize(
     ("training", "wanted", "not_wanted"),
     [
-        (True, "Distil the model before use", "better without training"),
-        (False, "Its settings are those that are better without training", "Distil the model before use"),
+        (True, "brings it nearer", "better without training"),
+        (False, "Its settings are those that are better without training", "brings it nearer"),
     ],
 )
 def test_card_says_whether_to_distil(

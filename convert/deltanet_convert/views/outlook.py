@@ -9,11 +9,8 @@ from typing import Any
 
 from deltanet_hf.models.layers import SOFTMAX
 
-from .conversion_card import keeps_tokens
+from .conversion_card import keeps_tokens, verdict
 
-# KL on held-out text in nats. In rows of 1,024 tokens SmolLM2-135M's untrained windows of 3 to 9 MB are below 0.03
-# (docs/results.md); with states and seven whole layers it begins at 0.8, and its first answer is an end of text.
-CLOSE, FAR = 0.05, 0.3
 SMALL = 300_000_000  # parameters up to which the rates of SmolLM2-135M's recipes are not too high
 LARGER = {  # recipes of larger models by their parameters; of other families, those of qwen3
     "llama": {1.2e9: "llama-3.2-1b", 8.0e9: "llama-3.1-8b"},
@@ -29,14 +26,10 @@ ADDED = "smollm2-135m-10m stages.distil.ce_weight=1", "on the text, since it beg
 
 def outlook(report: dict[str, Any], out: Path) -> str:
     """One line; `report` is the contents of `conversion.json`, `out` the folder of the model."""
-    plan, kl = report["plan"], report["held_out"]["kl"]
+    plan, near = report["plan"], verdict(report["held_out"]["kl"])
     converted = [layer for layer in plan["layers"] if layer["kind"] != SOFTMAX]
-    if kl < CLOSE:
-        verdict = "Close to its teacher on text like this"
-    else:
-        verdict = "Apart from its teacher" if kl < FAR else "Far from its teacher: train it before use"
     if not converted:
-        return f"{verdict}. Its weights are the teacher's, so there is nothing to train."
+        return f"{near}. Its weights are the teacher's, so there is nothing to train."
     if not any(layer["created"] for layer in converted):
         recipe, measured = WINDOWS
     elif keeps_tokens(converted):
@@ -49,6 +42,6 @@ def outlook(report: dict[str, Any], out: Path) -> str:
         recipe = recipes[min(recipes, key=lambda size: abs(math.log(size / parameters)))] + space + override
     folders = " ".join(shlex.quote(f"{key}={value}") for key, value in (("student", out), ("output", f"{out}-trained")))
     return (
-        f"{verdict}. Training ({measured}): deltanet-hf distill {recipe} {folders} 'data.decontaminate=[]' "
+        f"{near}. Training ({measured}): deltanet-hf distill {recipe} {folders} 'data.decontaminate=[]' "
         "'data.sources=[{path: TEXT}]'"
     )
