@@ -19,7 +19,7 @@ KINDS = {
     "teacher": "teacher",
     "teacher4bit": "teacher, 4 bits",
     "by_layer": "converted",
-    "windows4bit": "converted without a GPU",
+    "windows4bit": "every fourth layer, windows",
     "hybrid25": "states, 16 bits",
     "window25": "windows and states, 16 bits",
     "window25_4bit": "windows and states, 4 bits",

@@ -18,7 +18,8 @@ def bench_command(
         typer.Option(
             metavar="SHAPE",
             help="Instead of MODEL, measure models with random weights and the shape 135M, 1B or 8B: a teacher, one "
-            "with windows in 4 bits as convert makes it, and one with windows and states in 16 bits.",
+            "with full attention in every fourth layer, windows elsewhere and 4 bits, and one with windows and states "
+            "in 16 bits.",
         ),
     ] = None,
     mixer: Annotated[
