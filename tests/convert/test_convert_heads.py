@@ -234,6 +234,14 @@ def test_what_mixed_heads_drop_is_counted(tmp_path: Path) -> None:
     assert growth * 2 == (table[1]["teacher"] - table[0]["teacher"]) / (4096 - 2048)  # 4 of 8 heads
 
 
+def test_layers_that_keep_as_many_heads_share_a_row(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    kept = [[0, 0], [1, 1], [2, 0], [3, 1]]
+    console = Console(record=True, width=200)
+    print_plan(tiny_job(teacher, tmp_path / "a", layers=selection(tmp_path, kept=kept)).plan, console)
+    assert re.findall(r"│ (\S+) +│ mixed heads", console.export_text()) == ["0-3"]
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 30}, "key 'num_hidden_layers' is 30, the teacher's is 4"),
     ({"num_key_value_heads": 3}, "key 'num_key_value_heads' is 3, the teacher's is 2"),

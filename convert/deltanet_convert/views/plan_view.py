@@ -102,4 +102,4 @@ def _cache(layer: LayerPlan) -> str:
 def _shown(layer: LayerPlan) -> tuple[object, ...]:
     """Everything that a row shows; layers with equal values share a row."""
     counts = (layer.copied, layer.expanded, layer.created, layer.dropped, layer.nbytes, layer.state_bytes)
-    return (layer.kind, layer.normed, None if layer.converted else layer.window, *counts)
+    return (layer.title, layer.normed, None if layer.converted else layer.window, *counts)
