@@ -94,7 +94,8 @@ def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: P
         torch.testing.assert_close(model(IDS, use_cache=False).logits, student(IDS).logits)
     card = (final / "README.md").read_text()
     (kind,) = LayerTable.of(model.config).kinds.values()
-    assert f"# {kind.mixer.title if kind.has_new_weights else 'Windowed'} student of " in card
+    title = "Gated DeltaNet" if kind.mixer.name == "mixed_heads" else kind.mixer.title
+    assert f"# {title if kind.has_new_weights else 'Windowed'} student of " in card
     assert ("linear-attention" in card) == (kind.has_new_weights and not issubclass(kind.mixer, AttentionKind))
 
 

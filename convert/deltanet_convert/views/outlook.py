@@ -42,6 +42,6 @@ def outlook(report: dict[str, Any], out: Path) -> str:
         recipe = recipes[min(recipes, key=lambda size: abs(math.log(size / parameters)))] + space + override
     folders = " ".join(shlex.quote(f"{key}={value}") for key, value in (("student", out), ("output", f"{out}-trained")))
     return (
-        f"{near}. Training ({measured}): deltanet-hf distill {recipe} {folders} 'data.decontaminate=[]' "
+        f"{near}. Training on a GPU ({measured}): deltanet-hf distill {recipe} {folders} 'data.decontaminate=[]' "
         "'data.sources=[{path: TEXT}]'"
     )
