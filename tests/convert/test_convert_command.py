@@ -49,8 +49,8 @@ def test_conversion(
     assert json.loads((out / "conversion.json").read_text())["held_out"]["kl"] > 0.3
     assert printed.splitlines()[-1] == (
         "Far from its teacher: train it before use. Training on a GPU (9.9M tokens brought SmolLM2-135M to 0.26, "
-        f"with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-10m student={out} output={out}-trained "
-        "'data.decontaminate=[]' 'data.sources=[{path: TEXT}]'"
+        f"with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-10m student={out} "
+        f"output={out}-trained 'data.decontaminate=[]' 'data.sources=[{{path: TEXT}}]'"
     )
     assert (tmp_path / "out" / "config.json").exists()
 
