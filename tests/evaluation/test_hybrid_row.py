@@ -200,6 +200,9 @@ def test_a_row_of_states_with_a_suite(
     (row,) = json.loads(out.read_text())
     assert (row["completion"], row["stderr"]["completion"]) == (66.7, 33.3)
     assert row["kl_8k"] == pytest.approx(0, abs=1e-4)
+    items = front.load_items(out)["itself"].clusters
+    assert items["completion"].sums.tolist() == [1, 0, 1]
+    assert len(items["kl_8k"].sums) == 2
     assert "--column=completion" in row["command"]
     for column, reason in (("humaneval", "needs HF_ALLOW_CODE_EVAL=1"), ("squad", "no such suite")):
         with pytest.raises(UserError, match=f"^--column {column}: {reason}$"):

@@ -9,6 +9,8 @@ Command: `python -m measuring.study.state_rows ARRAYS OUT --teacher FOLDER --mod
 - needles_2k, needles_8k, prose_2k, prose_4k: facts found again, in percent;
 - with `--tasks`, the columns of `--column` (`task_suites.py`), in percent;
 - stderr: the standard errors of these.
+
+The outcomes of single texts and probes are kept as by `measuring.study.front`, for paired differences of two rows.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from deltanet_hf.evaluation.tasks.text_windows import windows
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from measuring.rows import RowFile
+from measuring.study.front import save_items
 from measuring.study.hybrid_measure import HAYSTACK, TEXTS
 from measuring.study.model_facts import load_for_measure, run_facts
 from measuring.study.provenance import commands, flags
@@ -117,6 +120,7 @@ def main(
         words = [*common, *flags(model=f"{name}=FOLDER", product=product or None, budget=budget, bits=bits)]
         row["command"] = commands(Path(folder), "measuring.study.state_rows", words)
         RowFile(out).add(row)
+        save_items(out, name, measured)
         typer.echo(f"{name}: " + "  ".join(f"{key} {row[key]}" for key in ("mb_2k", *row["stderr"])))
 
 
