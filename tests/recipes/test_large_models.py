@@ -50,7 +50,7 @@ def options(shape: str, output: Path, **changes: Any) -> argparse.Namespace:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "stages"),
-    [(("--mixer", "gated_deltanet"), ("align", "distil")), (("--set", "window=8"), ("distil",))],
+    [(("--mixer", "gated_deltanet"), ("align", "distil")), (("--mixer", "window", "--set", "window=8"), ("distil",))],
     ids=["states", "windows"],
 )
 def test_a_tiny_model_is_trained_killed_resumed_and_generates(
