@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.layer_runner import LayerInputs
-from deltanet_recipes.training.objectives import Batch, LayerBatch
+from deltanet_recipes.training.objectives import Batch, LayerBatch, Objective
 from deltanet_recipes.training.runtime import Runtime
 
 for _node in (Batch, LayerBatch, Rows, LayerInputs):
@@ -30,7 +30,7 @@ class MicroStep:
     """
 
     def __init__(
-        self, runtime: Runtime, objective: nn.Module, parameters: list[nn.Parameter], alone: bool = False
+        self, runtime: Runtime, objective: Objective, parameters: list[nn.Parameter], alone: bool = False
     ) -> None:
         self.runtime, self.objective, self.parameters, self.alone = runtime, objective, parameters, alone
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -43,7 +43,7 @@ class MicroStep:
         if not self.runtime.cuda_graphs:
             return self.run_eagerly(batch)
         with self.runtime.autocast():
-            batch = self.objective.prepare(batch)  # type: ignore[operator]
+            batch = self.objective.prepare(batch)
         leaves, tree = pytree.tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._graph is None:

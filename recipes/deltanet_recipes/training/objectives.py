@@ -274,3 +274,7 @@ class LayerBatch:
     target: torch.Tensor
     scored: torch.Tensor
     cu_seqlens: torch.Tensor | None
+
+
+Objective = AlignLoss | DistilLoss | LayerLoss
+"""What a trainer trains by."""

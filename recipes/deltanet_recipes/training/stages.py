@@ -38,7 +38,7 @@ from deltanet_recipes.training.model_pair import (
     load_teacher,
     place,
 )
-from deltanet_recipes.training.objectives import AlignLoss, DistilLoss
+from deltanet_recipes.training.objectives import AlignLoss, DistilLoss, Objective
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.trainer import Trainer
 
@@ -192,7 +192,7 @@ class StageRun:
         with shared_rows_held(self.student, stage, self.recipe.engine.sharding != "none"):
             self._train(objective, feed, lambda: self._evaluate(objective, feed))
 
-    def _train(self, objective: nn.Module, feed: RowFeed, evaluate: Callable[[], dict[str, float]]) -> None:
+    def _train(self, objective: Objective, feed: RowFeed, evaluate: Callable[[], dict[str, float]]) -> None:
         trainer = Trainer(
             stage_name(self.stage),
             self.stage,
@@ -209,7 +209,7 @@ class StageRun:
         trainer.run()
 
     @torch.no_grad()
-    def _evaluate(self, objective: nn.Module, feed: RowFeed) -> dict[str, float]:
+    def _evaluate(self, objective: Objective, feed: RowFeed) -> dict[str, float]:
         """Averages over the held-out rows: the objective's metrics and loss, the perplexity or the mean layer error."""
         if not len(self.held_out):
             return {}

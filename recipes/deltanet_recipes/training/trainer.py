@@ -18,6 +18,7 @@ from deltanet_recipes.training.estimate import LESS_MEMORY
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.microstep import MicroStep
+from deltanet_recipes.training.objectives import Objective
 from deltanet_recipes.training.optim import make_optimizers, parameter_groups, rate_factor, set_rates
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.training_state import Checkpoints
@@ -54,7 +55,7 @@ class Trainer:
         stage: StageBase,
         log: Log,
         runtime: Runtime,
-        objective: nn.Module,
+        objective: Objective,
         feed: Feed,
         evaluate: Callable[[], dict[str, float]],
         logbook: Logbook,
@@ -155,7 +156,7 @@ class Trainer:
     def _means(self, totals: torch.Tensor, since: int) -> dict[str, float]:
         values = totals / since
         values[:-1] = self.runtime.sum(values[:-1].clone())
-        names = ["loss", *self.objective.metric_names, "grad_norm"]  # type: ignore[misc]
+        names = ["loss", *self.objective.metric_names, "grad_norm"]
         return dict(zip(names, values.tolist(), strict=True))
 
     def _check(self, means: dict[str, float]) -> None:
