@@ -44,12 +44,19 @@ from deltanet_kernels.group_rule.step import group_step_triton_
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall, PromptAttentionCall
+from deltanet_kernels.packed_cache.calls import (
+    PackedPartCall,
+    PackedStepCall,
+    PackPromptCall,
+    PromptAttentionCall,
+    RoundTokensCall,
+)
 from deltanet_kernels.packed_cache.launches import (
     pack_prompt_triton,
     packed_part_triton,
     packed_step_triton_,
     prompt_attention_triton,
+    round_tokens_triton,
 )
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall
 from deltanet_kernels.prompt.gates import gate_values_triton
@@ -325,6 +332,7 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             dtype: str = dtype, D: int = D, HQ: int = HQ, bits: int = bits, sinks: int = sinks, cap: float | None = cap
         ) -> None:
             q, k, v = (torch.zeros(2, 200, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2))
+            round_tokens_triton(RoundTokensCall(k, v))
             cache, keys, values = pack_prompt_triton(PackPromptCall(k, v, bits))
             window = 200 if sinks == 0 else 64
             leaves = (x.requires_grad_() for x in (q, k, v))
