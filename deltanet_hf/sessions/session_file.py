@@ -30,7 +30,7 @@ from deltanet_hf.safe_write import write_atomically
 from deltanet_hf.sessions.model_identity import model_identity
 
 FORMAT = "deltanet-hf session 5"
-RESTART = "remove the file and start a new session"
+RESTART = "start a new session in another file"
 COMPARED = {"config": "configurations", "weights": "weights"}
 INPUTS = ("input_ids", "attention_mask")
 Layout = tuple[tuple[int, ...], torch.dtype]
