@@ -54,9 +54,9 @@ CHOSEN = [(case, C) for case in CASES for C in ((32, 64) if GPU else INTERPRETED
 pytorch, triton = by_pytorch(chunk_group_gated_delta_rule), by_triton(chunk_group_gated_delta_rule)
 
 
-def segmented(**given: Any) -> tuple[Tensor, Tensor | None]:
+def segmented(*tensors: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
     """The Triton form with every sequence cut into four segments."""
-    return chunk_group_triton(GroupRuleCall(**given), 4)
+    return chunk_group_triton(GroupRuleCall(*tensors, **given), 4)
 
 
 def arguments(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Any]:
