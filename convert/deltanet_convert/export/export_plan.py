@@ -10,13 +10,15 @@ from torch import Tensor
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
+from deltanet_hf.model_types import family_type
+
 from ..meta_model import meta_model
 from ..storage.shard_writer import Layout, plan_layout
 from ..storage.versions import versions
 from ..teacher_model import output_specs
 from .model_folder import FINAL_NORM, ConvertedModel
 from .norms import factors_to_json, fold_factors, loses_bits
-from .obstacles import QWEN3_5_FAMILY, family_name
+from .obstacles import QWEN3_5_FAMILY
 from .qwen3_5_config import qwen3_5_config
 from .rewrite import FLOAT32_SUFFIXES
 from .slots import Slots, arrange, uneven_note
@@ -51,7 +53,7 @@ class ExportPlan:
             )
         if kept and self.slots.idle and (uneven := uneven_note(kept, config.num_hidden_layers)):
             found.append(uneven)
-        if kept and self.dtype != torch.float32 and family_name(self.model.config) != QWEN3_5_FAMILY:
+        if kept and self.dtype != torch.float32 and family_type(self.model.config) != QWEN3_5_FAMILY:
             found.append(
                 "The q/k norms of the kept layers are stored in float32. A runtime that rounds them to "
                 f"{str(self.dtype).removeprefix('torch.')} changes weights below 1/2 by up to 2**-9."
@@ -95,7 +97,7 @@ def _norms(model: ConvertedModel, dtype: torch.dtype) -> tuple[dict[str, Tensor 
     """
     factors: dict[str, Tensor | None] = {}
     rounded: dict[str, Tensor] = {}
-    if family_name(model.config) == QWEN3_5_FAMILY:
+    if family_type(model.config) == QWEN3_5_FAMILY:
         return factors, rounded, False
     read = model.reader(dtype)
     for index in range(model.config.num_hidden_layers):

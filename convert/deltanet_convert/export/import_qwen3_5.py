@@ -16,6 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.model_sizes import head_size
+from deltanet_hf.model_types import family_type
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
@@ -31,7 +32,6 @@ from .companions import write_companions
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, reader
 from .norms import factors_from_json, multiply_columns, uncentre
-from .obstacles import family_name
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
 from .stream_export import RECORD
 
@@ -90,7 +90,7 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
     config.dtype = dtype
     made: type[PreTrainedModel] = DeltaNetQwen3_5ForCausalLM
     if record is not None:
-        made = model_class(family_name(config))
+        made = model_class(family_type(config))
     specs = output_specs(meta_model(made, config, dtype), dtype, FLOAT32_KEPT)
     return ImportPlan(folder, checkpoint, config, plan_layout(specs, shard_size), dtype, record)
 

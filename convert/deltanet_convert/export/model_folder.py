@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.model_types import PREFIX
+from deltanet_hf.model_types import PREFIX, family_type
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
@@ -21,7 +21,6 @@ from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 from ..meta_model import meta_model
 from ..storage.safetensors_folder import Checkpoint, read_json
 from ..teacher_model import check_tensors
-from .obstacles import family_name
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -46,7 +45,7 @@ class ConvertedModel:
 
     def check(self) -> None:
         """Raises UserError unless names and shapes of the weights are those that the config describes."""
-        family = family_name(self.config)
+        family = family_type(self.config)
         made = model_class(family) if family in FAMILIES else DeltaNetQwen3_5ForCausalLM
         model = meta_model(made, self.config, self.dtype)
         check_tensors(self.folder / "config.json", model, self.checkpoint)

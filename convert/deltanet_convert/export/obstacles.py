@@ -56,11 +56,6 @@ class Obstacle:
         return f"{self.name}: {self.problem}; {self.remedy}"
 
 
-def family_name(config: PreTrainedConfig) -> str:
-    """The model_type of the teacher, given a converted model's config or the teacher's own."""
-    return family_type(config)
-
-
 def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
     """Lists the obstacles to exporting a converted model; empty if every format is possible."""
     table = LayerTable.of(config)
@@ -106,7 +101,7 @@ def check_exportable(name: str, teacher_config: PreTrainedConfig, softmax: list[
 
 
 def _skeleton(config: Any) -> list[Obstacle]:
-    family = family_name(config)
+    family = family_type(config)
     if family not in SAME_SKELETON:
         others = ", ".join(SAME_SKELETON)
         return [
@@ -130,7 +125,7 @@ def _skeleton(config: Any) -> list[Obstacle]:
 
 def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
     """Obstacles in a kind of layer, called `name` in the layer table."""
-    family, where = family_name(config), f"deltanet.kinds.{name}"
+    family, where = family_type(config), f"deltanet.kinds.{name}"
     if kind.mixer.name != "gated_deltanet":
         problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's are {kind.mixer.title}"
         return [Obstacle(f"{where}.mixer", problem, CONVERT_AGAIN)]
@@ -154,7 +149,7 @@ def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
 
 def _softmax(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
     """Obstacles in the layers that keep softmax attention; `normed`: q/k norms will be inserted into them."""
-    family = family_name(config)
+    family = family_type(config)
     if not kept or family not in SAME_SKELETON:
         return []
     if family not in ("qwen3", QWEN3_5_FAMILY) and not normed:

@@ -8,10 +8,11 @@ import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from deltanet_hf.model_sizes import head_size
+from deltanet_hf.model_types import family_type
 from deltanet_hf.models.layers import LayerTable
 
 from ..decoder_config import DECODER_KEYS
-from .obstacles import QWEN3_5_FAMILY, family_name
+from .obstacles import QWEN3_5_FAMILY
 from .slots import Slots, fixed_interval
 
 LINEAR = (
@@ -47,7 +48,7 @@ def qwen3_5_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: boo
     interval = fixed_interval(softmax, layers)
     if interval is not None:
         values["full_attention_interval"] = interval
-    if family_name(config) == QWEN3_5_FAMILY:
+    if family_type(config) == QWEN3_5_FAMILY:
         values |= {name: getattr(config, name) for name in LINEAR}
         values["rope_parameters"] = config.rope_parameters
     else:

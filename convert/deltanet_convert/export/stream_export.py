@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.model_sizes import head_size
+from deltanet_hf.model_types import family_type
 from deltanet_hf.safe_write import write_atomically, writing
 
 from ..storage.safetensors_folder import read_json
@@ -20,7 +21,7 @@ from .export_plan import ExportPlan
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel
 from .norms import centre, divide_columns
-from .obstacles import QWEN3_5_FAMILY, family_name
+from .obstacles import QWEN3_5_FAMILY
 from .rewrite import Heads, Named
 
 RECORD = "export.json"
@@ -54,7 +55,7 @@ def _rewritten_layer(plan: ExportPlan, index: int) -> Named:
     config: Any = plan.model.config
     read = plan.model.reader(plan.dtype)
     prefix = f"model.layers.{index}."
-    qwen3_5 = family_name(config) == QWEN3_5_FAMILY
+    qwen3_5 = family_type(config) == QWEN3_5_FAMILY
     first, second = (plan.factors.get(prefix + f"{name}_layernorm.weight") for name in ("input", "post_attention"))
     if qwen3_5:
         yield from _renamed_attention(plan, index, read)
@@ -81,7 +82,7 @@ def _renamed_attention(plan: ExportPlan, index: int, read: rewrite.Read) -> Name
 def exported_ends(plan: ExportPlan) -> Named:
     """Yields embedding, final norm and output head."""
     read, dtype = plan.model.reader(plan.dtype), plan.dtype
-    qwen3_5 = family_name(plan.model.config) == QWEN3_5_FAMILY
+    qwen3_5 = family_type(plan.model.config) == QWEN3_5_FAMILY
     factors = plan.factors.get(FINAL_NORM)
     yield EMBEDDING, read(EMBEDDING)
     yield FINAL_NORM, read(FINAL_NORM) if qwen3_5 else _centred(read(FINAL_NORM), factors, dtype)
