@@ -171,7 +171,7 @@ def test_decoding_by_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert (capture.captured, capture.replayed) == (1, 8)
     found = []
     for mode in (EAGER, GRAPH):
-        cache, token, texts = mode.cache(model, 0), torch.tensor([[5], [9]]), []
+        cache, token, texts = DynamicCache(config=model.config), torch.tensor([[5], [9]]), []
         with torch.inference_mode():
             read(model, torch.arange(3, 23).view(2, 10), cache)
             step = mode.step(model, cache)

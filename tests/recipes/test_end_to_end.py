@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from deltanet_convert.select import read_selection
 from deltanet_convert.select.for_convert import SHIPPED
@@ -170,7 +171,7 @@ def test_a_slow_prefill_is_timed_once(seconds: float, repeats: int, monkeypatch:
     monkeypatch.setattr(model_at_points, "timed_prompt", lambda *args: (seconds, before(*args)[1]))
     row = ModelAtPoints(model, {}).measure(EAGER, (3, 20))
     assert (row["repeats"], row["prefill_tokens_per_s"]) == (repeats, 60 / seconds)
-    cache = EAGER.cache(model, 0)
+    cache = DynamicCache(config=model.config)
     before(EAGER, model, torch.zeros(3, 20, dtype=torch.long), cache)
     assert row["cache_mb"] == round(cache_bytes(cache) / 1e6, 3)
 

@@ -1,7 +1,7 @@
 """The ways to decode whose speed is measured.
 
-A mode says which cache a model gets, how prompts are read into it and how one more token is computed on it. What a
-mode does once per cache, such as capturing a graph, belongs into `step` and is not timed.
+A mode says how prompts are read into a cache and how one more token is computed on it. What it does once per cache,
+such as capturing a graph, belongs into `step` and is not timed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.graphed_step import graphed_step
@@ -30,19 +30,13 @@ class Mode:
     """A way to decode.
 
     Attributes:
-        cache: an empty cache for a model, with room for a number of tokens.
         prompt: reads prompts [B, T] into the empty cache; the likeliest next tokens [B, 1].
         step: makes the step of a model on a cache that holds the prompt.
     """
 
     name: str
-    cache: Callable[[PreTrainedModel, int], Cache]
     prompt: Callable[[PreTrainedModel, Tensor, Cache], Tensor]
     step: Callable[[PreTrainedModel, Cache], Step]
-
-
-def _growing(model: PreTrainedModel, tokens: int) -> Cache:
-    return DynamicCache(config=model.config)
 
 
 def _eager(model: PreTrainedModel, cache: Cache) -> Step:
@@ -72,6 +66,6 @@ def read_captured(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tenso
     return read(model, tokens, cache) if output is None else output.logits.argmax(-1)
 
 
-EAGER = Mode("eager", _growing, read, _eager)
-GRAPH = Mode("graph", _growing, read_captured, _graphed)
+EAGER = Mode("eager", read, _eager)
+GRAPH = Mode("graph", read_captured, _graphed)
 MODES = {mode.name: mode for mode in (EAGER, GRAPH)}

@@ -52,7 +52,7 @@ def measure_speed(
         if cuda:
             torch.cuda.reset_peak_memory_stats(model.device)
             before = torch.cuda.memory_allocated(model.device)
-        cache = mode.cache(model, length + _DECODED)
+        cache = DynamicCache(config=model.config)
         seconds, token = timed_prompt(mode, model, ids, cache)
         prefills.append(seconds)
         held = cache_bytes(cache)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.errors import QualityError
 from deltanet_hf.evaluation.measures.decoding_mode import Mode
@@ -34,7 +34,7 @@ def check_decoding(model: PreTrainedModel, mode: Mode, length: int = 300) -> flo
         QualityError: it is further than rounding explains.
     """
     tokens = random_tokens(model, 2, length, seed=7)
-    cache = mode.cache(model, length + STEPS)
+    cache = DynamicCache(config=model.config)
     found = [mode.prompt(model, tokens, cache)]
     step = mode.step(model, cache)
     for _ in range(STEPS):

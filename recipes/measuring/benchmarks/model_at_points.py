@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import QualityError, UserError, one_line
@@ -93,7 +93,7 @@ class ModelAtPoints:
             raise refused
 
     def _fill(self, ids: Tensor) -> tuple[float, _Filled]:
-        cache = self._prompts.cache(self._model, 0)
+        cache = DynamicCache(config=self._model.config)
         seconds, token = timed_prompt(self._prompts, self._model, ids, cache)
         return seconds, _Filled(cache, token)
 
