@@ -44,6 +44,11 @@ class Kind:
         return self.mixer.recurrent_settings(self.settings)
 
     @property
+    def rule(self) -> type[LayerKind]:
+        """The mixer; where heads are mixed, that of the linear ones."""
+        return MIXERS[getattr(self.settings, "linear_mixer", self.mixer.name)]
+
+    @property
     def has_new_weights(self) -> bool:
         """Whether it has weights that the teacher does not have; windows, alone or beside softmax heads, have none."""
         return self.recurrent is not None or self.mixer.keeps_all_tokens

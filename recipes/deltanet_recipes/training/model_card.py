@@ -10,7 +10,7 @@ import yaml
 from transformers import PreTrainedConfig
 
 from deltanet_convert.views.card_header import Metric, card_header, licence_note, licence_of
-from deltanet_hf.mixers import MIXERS, LayerKind
+from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_hf.version import install_command
@@ -114,8 +114,8 @@ def _metrics(rows: list[dict[str, Any]], last_stage: Stage) -> list[Metric]:
 
 def _new_mixers(config: PreTrainedConfig) -> list[type[LayerKind]]:
     """The mixers of the student's layers with weights that the teacher does not have, each once."""
-    kinds = [kind for kind in LayerTable.of(config).converted.values() if kind.has_new_weights]
-    return list(dict.fromkeys(MIXERS[kind.settings.to_dict().get("linear_mixer", kind.mixer.name)] for kind in kinds))
+    kinds = LayerTable.of(config).converted.values()
+    return list(dict.fromkeys(kind.rule for kind in kinds if kind.has_new_weights))
 
 
 def _converted(teacher: str, mixers: str) -> list[str]:
