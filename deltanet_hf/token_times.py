@@ -1,4 +1,4 @@
-"""What `deltanet-hf generate` hands to `generate`: a printer that keeps the time of each token."""
+"""A printer that keeps the time of each token, which `deltanet-hf generate` hands to `generate`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Short prompts are captured, too.
     captured_graphs.py   the graphs of each model
     capture.py           how a device captures work; the tests add a capture for CPUs
     served.py            the same for softmax models
-    graphed_step.py      the captured step for other loops than `generate`, or that of torch.compile's form of a model
+    graphed_step.py      the captured step for other loops than `generate`
     static_cache.py      the tensors of a cache at addresses that stay
 
 Recurrent states and windows have one size at any length, so one graph serves all positions. The keys and values of

@@ -1,7 +1,7 @@
-"""What transformers' Auto classes make of a converted model: AutoModelForCausalLM loads it, all others say so.
+"""Registers converted models with transformers' Auto classes: AutoModelForCausalLM loads them, all others say so.
 
-Otherwise they end with a list of all configurations, and pipelines take the causal model for one of embeddings or
-classes. The module registers this when it is imported.
+Otherwise these end with a list of all configurations, and pipelines take the causal model for one of embeddings or
+classes. The module registers the models when it is imported.
 """
 
 from __future__ import annotations

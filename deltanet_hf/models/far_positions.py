@@ -117,7 +117,7 @@ def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrai
 
 
 FRONTS: dict[PositionKind, type[FarSoftmax]] = {"yarn": FarSoftmax, "nope": ScaledSoftmax, "cut": CutSoftmax}
-"""What stands before a family's attention."""
+"""The class that is put before a family's attention, by the kind of positions."""
 
 
 def make_far(attention: Any, rotary: FarRotary) -> None:

@@ -26,7 +26,7 @@ from deltanet_kernels.common.sequences import locate_chunk
 
 
 class InputsForm(NamedTuple):
-    """What `input_gradients_kernel` is compiled for: its compile-time constant FORM."""
+    """The compile-time constant FORM of `input_gradients_kernel`."""
 
     HQ: int
     H: int

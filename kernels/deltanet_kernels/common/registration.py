@@ -80,7 +80,7 @@ def _parameters(call: Any) -> Iterator[inspect.Parameter]:
 
 
 def _maker(call: Any) -> Callable[[Iterator[Any]], Any]:
-    """What makes such a call of the next of its fields."""
+    """A function that makes such a call of the next of its fields."""
     makers = [_maker(hint) if _is_call(hint) else next for hint in get_type_hints(call).values()]
     return lambda fields: call(*(make(fields) for make in makers))
 
