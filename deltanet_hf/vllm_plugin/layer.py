@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.cache.view import CacheView
