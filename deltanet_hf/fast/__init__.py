@@ -2,9 +2,8 @@
 
     file             holds
     ---------------  ---------------------------------------------------------------------------------------------------
-    form.py          `fast_form(model)`: the form or the reason why there is none; `eval()`, `to()`, `generate` and
-                     `serve` ask for it
-    reasons.py       these reasons: hooks, adapters, offloading, sharding, training, replaced methods
+    form.py          `fast_form(model)`: the form, or the reason why there is none (hooks, adapters, offloading,
+                     sharding, training, replaced methods); `eval()`, `to()`, `generate` and `serve` ask for it
     decoder.py       the decoder and its layers, with the residual sums handed on to the next norm; which of the
                      following a layer takes
     mixer.py         the steps of a mixer (mixers/layer/mixer.py) that it computes in another way
