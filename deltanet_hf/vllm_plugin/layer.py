@@ -19,8 +19,8 @@ from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
-from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_hf.mixers.layer.layer_call import CacheView
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.vllm_plugin.batch import Prompts, SpecTokens, Step

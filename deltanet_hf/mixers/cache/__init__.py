@@ -4,7 +4,6 @@
     key_values.py            the same of transformers' own layers
     cache_layer.py           a layer's part of a cache, made by its first call
     state.py                 the tensors of one layer, and how many tokens it has seen
-    view.py                  the sequences of one call in a server's cache
     static_state.py          the same in a static cache
     mixed_cache.py           the parts of a layer whose heads are of different kinds
     packed_cache.py          packed keys and values of all tokens
