@@ -9,14 +9,13 @@ Short prompts are captured, too.
     -------------------  ------------------------------------------------------------------------------
     generation.py        where `generate` is entered, and the callable that stands for the model's forward
     obstacles.py         the reasons for decoding without a graph
-    captured_step.py     inputs and outputs of the step, and its graph
+    captured_step.py     inputs and outputs of the step, the tensors of its cache at addresses that stay, and its graph
     captured_prefill.py  the same for short prompts
     prompts.py           which prompts are read by a graph
     captured_graphs.py   the graphs of each model
     capture.py           how a device captures work; the tests add a capture for CPUs
     served.py            the same for softmax models
     graphed_step.py      the captured step for other loops than `generate`
-    static_cache.py      the tensors of a cache at addresses that stay
 
 Recurrent states and windows have one size at any length, so one graph serves all positions. The keys and values of
 kept softmax layers get more places than there are tokens; where they run out, the step is captured again.

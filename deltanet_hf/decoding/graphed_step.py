@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.capture import CAPTURES
-from deltanet_hf.decoding.captured_step import CapturedStep
-from deltanet_hf.decoding.static_cache import NotCapturable, capacity_for, layout
+from deltanet_hf.decoding.captured_step import CapturedStep, NotCapturable, capacity_for, layout
 from deltanet_hf.fast import fast_form
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.cache_utils import Cache, DynamicCache
 
 from deltanet_hf.decoding.capture import CAPTURES
-from deltanet_hf.fast.reasons import reason_of_call
+from deltanet_hf.fast.form import reason_of_call
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.layer_kind import kinds_among
 

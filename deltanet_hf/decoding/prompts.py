@@ -14,7 +14,7 @@ from deltanet_hf.decoding.captured_graphs import CapturedPrefills, captured_grap
 from deltanet_hf.decoding.captured_prefill import CapturedPrefill
 from deltanet_hf.decoding.obstacles import FLAGS, INPUTS, in_model
 from deltanet_hf.fast import FastDecoder, fast_form
-from deltanet_hf.fast.reasons import reason_of_call
+from deltanet_hf.fast.form import reason_of_call
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 

@@ -2,13 +2,12 @@
 
     file             holds
     ---------------  ---------------------------------------------------------------------------------------------------
-    form.py          `fast_form(model)`: the form or the reason why there is none; `eval()`, `to()`, `generate` and
-                     `serve` ask for it
-    reasons.py       these reasons: hooks, adapters, offloading, sharding, training, replaced methods
-    decoder.py       the decoder and its layers, with the residual sums handed on to the next norm
+    form.py          `fast_form(model)`: the form, or the reason why there is none (hooks, adapters, offloading,
+                     sharding, training, replaced methods); `eval()`, `to()`, `generate` and `serve` ask for it
+    decoder.py       the decoder and its layers, with the residual sums handed on to the next norm; which of the
+                     following a layer takes
     mixer.py         the steps of a mixer (mixers/layer/mixer.py) that it computes in another way
     delayed.py       those of a state of what has left its window, in 8 or 4 bits
-    of_mixer.py      which of these a mixer takes
     window.py        prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
     softmax.py       softmax and window layers, with one product for q, k and v
     packed.py        their prefill and decoding step, alone or mixed, with a cache in 8 or 4 bits

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.delayed import FastDelayedRule
+from deltanet_hf.fast.mixer import FastDeltaRule, FastMixer
 from deltanet_hf.fast.packed import FastPacked, is_packed
 from deltanet_hf.fast.parts import FastMLP, FastNorm, Sum, is_known_block, with_children
 from deltanet_hf.fast.softmax import QKV, FastSoftmax
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
 
@@ -132,7 +134,7 @@ def _first(output: Any) -> Tensor:
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
     """The stand-in of a layer's attention; its weights may be moved where `may_move`, see `MergedProjection`."""
-    if is_packed(attention):
+    if not isinstance(attention, Mixer) and is_packed(attention):
         return FastPacked(attention, may_move)
     branches = {name: _fast_branch(branch, may_move) for name, branch in branches_of(attention).items()}
     return branches[""] if "" in branches else with_children(attention, **branches)
@@ -142,3 +144,10 @@ def _fast_branch(branch: nn.Module, may_move: bool) -> Any:
     if isinstance(branch, Mixer):
         return fast_mixer(branch, may_move)
     return FastSoftmax.of(branch, may_move) if set(QKV) <= branch._modules.keys() else branch
+
+
+def fast_mixer(mixer: Any, may_move: bool) -> Any:
+    """A mixer for calls without gradients; arguments as in `FastMixer.of`."""
+    if FastDelayedRule.serves(mixer):
+        return FastDelayedRule.of(mixer, may_move)
+    return (FastDeltaRule if isinstance(mixer, DeltaRule) else FastMixer).of(mixer, may_move)

@@ -15,10 +15,9 @@ from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delayed_layer import SCALE, stored_memory
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
-from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_call import LayerCall, Projected
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_kernels import (
     PackedKeyValues,
     chunk_group_gated_delta_rule,

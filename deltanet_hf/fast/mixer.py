@@ -25,11 +25,9 @@ from deltanet_hf.fast.window import mixture, window_attended, window_step
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
-from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_call import LayerCall, MixCall, Projected
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
 from deltanet_kernels.arguments import GatedNormCall, RuleCall
 from deltanet_kernels.gated_delta_rule.operators import chunk_rule

@@ -52,7 +52,7 @@ attend by `scaling`, project."""
 def is_packed(attention: Any) -> bool:
     """Whether `FastPacked` computes it: softmax or windows of known families, and mixed heads of these and of states
     that `FastDelayedRule` serves, all with a cache in 8 or 4 bits."""
-    return not isinstance(attention, Mixer) and all(map(_is_known, branches_of(attention).values()))
+    return all(map(_is_known, branches_of(attention).values()))
 
 
 def _is_known(branch: Any) -> bool:
@@ -189,10 +189,7 @@ def _mixed(
 ) -> Tensor:
     """Window and state of one kind of heads, as `_attended`."""
     call = LayerCall(cache, None, None, None, prompt_length)
-    output, state = branch.attend(branch.projected(x, outputs), angles, call)
-    if cache is not None:
-        cache.advance(x.shape[1], state)
-    return output.flatten(2)
+    return branch.attended(branch.projected(x, outputs), angles, call)
 
 
 def _attended(

@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
-from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_hf.mixers.layer.layer_call import CacheView
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.vllm_plugin.batch import Prompts, SpecTokens, Step

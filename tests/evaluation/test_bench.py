@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from deltanet_hf.decoding import static_cache
+from deltanet_hf.decoding import captured_step
 from deltanet_hf.decoding.capture import CAPTURES
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.decoding.graphed_step import graphed_step
@@ -208,8 +208,8 @@ def test_a_step_is_taken_back_before_it_is_captured(family: str, monkeypatch: py
 
 def test_a_graph_has_places_for_its_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
-    monkeypatch.setattr(static_cache, "SPARE", 0)
-    monkeypatch.setattr(static_cache, "ALIGNMENT", 1)
+    monkeypatch.setattr(captured_step, "SPARE", 0)
+    monkeypatch.setattr(captured_step, "ALIGNMENT", 1)
     model = tiny_teacher("llama")
     cache = DynamicCache(config=model.config)
     read(model, torch.zeros(1, 5, dtype=torch.long), cache)

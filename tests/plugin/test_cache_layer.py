@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from deltanet_hf.decoding.static_cache import StaticCacheBuffers, layout
+from deltanet_hf.decoding.captured_step import StaticCacheBuffers, layout
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer

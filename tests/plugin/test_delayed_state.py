@@ -16,7 +16,7 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.layer import DeltaRule
 from deltanet_hf.mixers.layer.delayed_state import as_waiting
-from deltanet_hf.mixers.layer.mix_call import MixCall
+from deltanet_hf.mixers.layer.layer_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_kernels import round_state

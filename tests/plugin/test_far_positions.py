@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import LayerTable, converted_config
-from deltanet_hf.decoding import decoded_by, static_cache
+from deltanet_hf.decoding import captured_step, decoded_by
 from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.errors import UserError
 from deltanet_hf.fast import FastDecoder, fast_form, packed
@@ -237,8 +237,8 @@ def test_a_step_that_is_captured_for_short_texts_turns_nothing(
 ) -> None:
     """Room for 17 tokens at first, and then for 43: sinks are as far away as they are."""
     monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (16,))
-    monkeypatch.setattr(static_cache, "SPARE", 8)
-    monkeypatch.setattr(static_cache, "ALIGNMENT", 1)
+    monkeypatch.setattr(captured_step, "SPARE", 8)
+    monkeypatch.setattr(captured_step, "ALIGNMENT", 1)
     monkeypatch.setattr(packed, "TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned"))
     far("yarn", 4).generate(IDS[:, :9], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert capture.replayed > 10

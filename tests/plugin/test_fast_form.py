@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.fast import FastDecoder, fast_form, form
-from deltanet_hf.fast.reasons import reasons
+from deltanet_hf.fast.form import reasons
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from deltanet_hf import LayerTable
-from deltanet_hf.decoding import decoded_by, forget_graphs, serve, static_cache
+from deltanet_hf.decoding import captured_step, decoded_by, forget_graphs, serve
 from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.attention import single_query
@@ -157,8 +157,8 @@ def test_packed_keys_and_values(name: str, capture: EmulatedCapture, monkeypatch
 
     In float64, but states have float32: where a code falls on the other side of a half, that row differs from there on.
     """
-    monkeypatch.setattr(static_cache, "SPARE", 8)
-    monkeypatch.setattr(static_cache, "ALIGNMENT", 16)
+    monkeypatch.setattr(captured_step, "SPARE", 8)
+    monkeypatch.setattr(captured_step, "ALIGNMENT", 16)
     hybrid, sliding = tiny_student("llama", layers=HYBRID, window=40), tiny_mixture("gemma3_text", mixture_table())
     both = tiny_mixture("llama", mixed_table("softmax", "window").with_windows((40, 70, 33, 97)))
     models = {"hybrid": hybrid, "sliding": sliding, "whole and windows": both}
@@ -259,8 +259,8 @@ def test_a_hybrid_is_captured_again_where_its_cache_is_returned(capture: Emulate
 
 @pytest.mark.parametrize("family", ["llama", "olmo3"])
 def test_places_that_run_out(family: str, capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_cache, "SPARE", 4)
-    monkeypatch.setattr(static_cache, "ALIGNMENT", 1)
+    monkeypatch.setattr(captured_step, "SPARE", 4)
+    monkeypatch.setattr(captured_step, "ALIGNMENT", 1)
     model = tiny_mixture(family, mixture_table())
     check_same(model, tokens=18, max_length=64)
     assert capture.captured == 4

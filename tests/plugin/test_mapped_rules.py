@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf import LayerTable
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.decoding import serve
 from deltanet_hf.fast import FastDecoder, fast_form, form
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.fast.parts import MergedProjection
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student, tiny_teacher

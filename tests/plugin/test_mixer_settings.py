@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from deltanet_hf import LayerTable
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.linear_products import linear_products

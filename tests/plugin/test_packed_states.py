@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.cache.view import CacheView
+from deltanet_hf.mixers.layer.layer_call import CacheView
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.tiny_models import tiny_mixture, tiny_student, tiny_table

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.fast.of_mixer import fast_mixer
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_kernels.dispatch import Operator
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student

@@ -23,9 +23,8 @@ from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_cache import PackedCacheLayer
 from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS, QuantisedCacheSpec
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.quantised_kv_cache import PackedCacheLayer, QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings

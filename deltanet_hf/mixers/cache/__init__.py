@@ -2,12 +2,9 @@
 
     protocol.py              what every layer of a cache says of itself, and how a kind is added
     key_values.py            the same of transformers' own layers
-    cache_layer.py           a layer's part of a cache, made by its first call
+    cache_layer.py           a layer's part of a cache, static or not, made by its first call
     state.py                 the tensors of one layer, and how many tokens it has seen
-    view.py                  the sequences of one call in a server's cache
-    static_state.py          the same in a static cache
     mixed_cache.py           the parts of a layer whose heads are of different kinds
-    packed_cache.py          packed keys and values of all tokens
     history.py               the last calls of a layer, from which tokens are taken back
     window_cache.py          keys and values of a window with sinks, in 16 bits
     quantised_kv_cache.py    keys and values in 8 or 4 bits, of a window or of all tokens

@@ -27,13 +27,27 @@ from torch.nn import functional as F
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
-from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED, QuantisedCacheSpec
-from deltanet_hf.mixers.cache.state import State
+from deltanet_hf.mixers.cache.protocol import TensorShape
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED, QuantisedCacheSpec, groups_before
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_, round_tokens
 from deltanet_kernels.packed_cache.arranged import attention_by_numbers
 from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall, RoundTokensCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
+
+
+class PackedCacheLayer(MixerCacheLayer):
+    """The layer of a cache that keeps all tokens: a state to which every group of tokens adds its packed form."""
+
+    grows = True
+
+    def shapes(self, tokens: int) -> dict[str, TensorShape]:
+        shapes = super().shapes(tokens)
+        for name in PACKED:
+            heads, _, *group = shapes[name].shape
+            shapes[name] = TensorShape((heads, groups_before(tokens), *group), shapes[name].dtype)
+        return shapes
 
 
 class QuantisedKVCache:

@@ -1,8 +1,7 @@
 """The parts of a layer around its rule.
 
     layer_kind.py        the contract of every kind of layer, softmax kinds included
-    projected.py         the projections of a call
-    mix_call.py          what a rule reads of one call
+    layer_call.py        one call: what it is given, what its steps hand on, and calls that can be taken back
     mixer.py             a layer with a recurrent state: projections, norms, convolution, rotation, output
     delta_rule.py        base of the rules with a decay and a write strength
     channel_rule.py      base of those that decay per key channel
@@ -16,7 +15,6 @@
     linear_products.py   linear layers with one input, as one product
     window_branch.py     softmax attention over a window, beside the state
     learned_sinks.py     one more score per head (gpt-oss)
-    layer_call.py        the opening of a call, and calls that can be taken back
     masks.py             padding and packed sequences, read off a call's arguments
     token_order.py       rows with padding, in the order that operators expect
 
@@ -27,11 +25,10 @@ from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import MixerProjections
 from deltanet_hf.mixers.layer.channel_rule import ChannelRule
 from deltanet_hf.mixers.layer.delta_rule import AdditiveSettings, DeltaRule, StepGates
+from deltanet_hf.mixers.layer.layer_call import MixCall, Projected
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
-from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import Part
-from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
 __all__ = [

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, closed, stored, wide
-from deltanet_hf.mixers.layer.mix_call import MixCall
+from deltanet_hf.mixers.layer.layer_call import MixCall, Projected
 from deltanet_hf.mixers.layer.parts import DecayGate, Part
-from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_kernels import chunk_channel_gated_delta_rule, fused_recurrent_channel_gated_delta_rule
 
 

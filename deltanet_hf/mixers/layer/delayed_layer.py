@@ -26,10 +26,8 @@ from deltanet_hf.mixers.layer.delayed_state import (
     waiting,
 )
 from deltanet_hf.mixers.layer.delayed_window import Leaving, leaving
-from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_call import LayerCall, MixCall, Projected
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.layer.mix_call import MixCall
-from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.token_order import padding_last, reordered
 from deltanet_kernels import round_state
 from deltanet_kernels.group_rule.calls import RoundStateCall

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.mix_call import MixCall
+from deltanet_hf.mixers.layer.layer_call import MixCall
 from deltanet_hf.mixers.layer.token_order import along, placed, reordered
 
 if TYPE_CHECKING:

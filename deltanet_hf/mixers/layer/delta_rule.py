@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import MixerProjections
-from deltanet_hf.mixers.layer.mix_call import MixCall
+from deltanet_hf.mixers.layer.layer_call import MixCall, Projected
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import DecayGate
-from deltanet_hf.mixers.layer.projected import Projected
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels import (
     chunk_gated_delta_rule,

@@ -1,10 +1,13 @@
-"""The opening of a layer's call: its part of the cache, padding, packed sequences, and calls that can be taken back."""
+"""One call of a layer: what it is given, what its steps hand on, and calls that can be taken back.
+
+Shapes: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v, HO those of the output.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +17,25 @@ from deltanet_hf.mixers.cache import history
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
-from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """A layer's part of a cache for one call, in the place of a cache among its arguments.
+
+    Attributes:
+        layer: has the tensors, and takes those after the call.
+        state_indices: [B] int32, the rows of its tensors in which a step finds the B sequences, as for `packed_step_`;
+            None for row b of sequence b.
+        pages: [B, M] int32, the same of packed groups that lie in pages of their own.
+        lengths: tokens of the sequences that begin in the one row of a call; each gets a row of the tensors.
+    """
+
+    layer: MixerCacheLayer
+    state_indices: Tensor | None = None
+    pages: Tensor | None = None
+    lengths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,49 @@ class LayerCall:
     def is_recorded(self) -> bool:
         """Whether the cache records its past: the layer returns `recorded` then."""
         return self.cache is not None and self.cache.record_past
+
+
+class Projected(NamedTuple):
+    """The result of `Mixer.project`: a layer's input and its projections, each [B, T, ...]; None for what it lacks."""
+
+    x: Tensor  # [B, T, hidden], zeros at padding
+    q: Tensor  # [B, T, HQ*D], through the learned norm
+    k: Tensor  # [B, T, HK*D], through the learned norm
+    v: Tensor  # [B, T, HV*D]
+    gate: Tensor | None = None  # [B, T, HO, D], logits of the output gate
+    a: Tensor | None = None  # [B, T, HV], logits of the decay: of `a_proj`
+    b: Tensor | None = None  # [B, T, HV], logits of the write strength: of `b_proj`
+    mixing_logits: Tensor | None = None  # [B, T, HQ], of the state's share of the output: the window's `share_proj`
+
+
+class MixCall(NamedTuple):
+    """The argument of `Mixer.mix`: the tokens of a call as the recurrence reads them, and the state before them."""
+
+    q: Tensor  # [B, T, HQ, D], after convolution, rotation and activation
+    k: Tensor  # [B, T, HK, D]
+    v: Tensor  # [B, T, HV, D]
+    gates: tuple[Tensor, ...]  # what `Mixer.gates` returned, each [B, T, ...]
+    padding: Tensor | None = None  # [B, T] bool, True at padding, where the gates leave the state alone already
+    state: State | None = None  # after the tokens before, by the names of `recurrent_shapes`; None for zeros
+    keep_state: bool = False  # whether the state after the last token is wanted
+    cu_seqlens: Tensor | None = None  # [N + 1] boundaries of sequences packed into one row (B = 1)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this is one decoding step, for which the recurrence is the faster form."""
+        return self.q.shape[1] == 1 and not torch.is_grad_enabled()
+
+    def in_one_row(self) -> MixCall:
+        """The rows of packed sequences one after the other, B = 1, as `cu_seqlens` counts their tokens."""
+
+        def joined(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).unsqueeze(0)
+
+        padding = None if self.padding is None else joined(self.padding)
+        gates = tuple(map(joined, self.gates))
+        q, k, v = joined(self.q), joined(self.k), joined(self.v)
+        # By name, because torch.compile (2.11) cannot make again what `_replace` made.
+        return MixCall(q, k, v, gates, padding, self.state, self.keep_state, self.cu_seqlens)
 
 
 def recorded(

@@ -72,19 +72,19 @@ class LayerRunner:
 
     def run_layer(self, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The output [R, L, D] of one decoder layer."""
-        if self.checkpointing and torch.is_grad_enabled():
-            random = any(branch.training for branch in window_branches(layer))
-            return recomputed(layer, hidden, random=random, **kwargs)
-        return layer(hidden, **kwargs)  # type: ignore[no-any-return]
+        return recomputed(layer, hidden, **kwargs) if self.checkpointing else layer(hidden, **kwargs)
 
 
-def recomputed(function: Callable[..., torch.Tensor], *args: Any, random: bool = False, **kwargs: Any) -> torch.Tensor:
-    """The result of a call whose intermediate results are not kept, but computed again in the backward pass.
+def recomputed(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The result of a call whose intermediate results are not kept, but computed again in the backward pass, if any.
 
-    Args:
-        random: whether the call draws random numbers, which have to be the same when it is repeated. A CUDA graph
-            cannot be recorded then, because the generator's state is read on the host.
+    Random numbers that a module among `function` and `args` draws (window dropout) are then the same. A CUDA graph
+    cannot be recorded with these, because the generator's state is read on the host.
     """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    modules = [part for part in (function, *args) if isinstance(part, nn.Module)]
+    random = any(branch.training for module in modules for branch in window_branches(module))
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)  # type: ignore[no-any-return]
 
 

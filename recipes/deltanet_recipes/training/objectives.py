@@ -27,7 +27,6 @@ from deltanet_recipes.training.losses import (
     squared_error,
 )
 from deltanet_recipes.training.model_pair import mixers, output_weight
-from deltanet_recipes.training.window_dropout import window_branches
 from deltanet_recipes.training.windowed_teacher import windowed_inputs
 
 Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
@@ -105,11 +104,7 @@ class AlignLoss(nn.Module):
         errors = []
         for place, (index, mixer) in enumerate(zip(self.indices, self.mixers.values(), strict=True)):
             given = (mixer, self._taps.inputs[index], self._taps.outputs[index], batch.cu_seqlens)
-            if self.checkpointing and torch.is_grad_enabled():
-                random = any(branch.training for branch in window_branches(mixer))
-                error = recomputed(self._error, *given, random=random)
-            else:
-                error = self._error(*given)
+            error = recomputed(self._error, *given) if self.checkpointing else self._error(*given)
             errors.append(error / (self.scales[place] * batch.scored))
         self._taps.clear()
         each = torch.stack(errors)
@@ -226,7 +221,7 @@ class DistilLoss(nn.Module):
 
     def _hidden_error(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """The error [R, L] of one layer; with checkpointing, its float32 terms [R, L, D] are not kept."""
-        if self.checkpointing and torch.is_grad_enabled():
+        if self.checkpointing:
             return recomputed(self.hidden_error, student, teacher)
         return self.hidden_error(student, teacher)
 

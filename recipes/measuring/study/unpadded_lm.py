@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from deltanet_hf.decoding.captured_step import NotCapturable
 from deltanet_hf.decoding.graphed_step import graphed_step
-from deltanet_hf.decoding.static_cache import NotCapturable
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Step, read
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 
