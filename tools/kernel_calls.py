@@ -274,7 +274,8 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
                 group_gates_triton(GroupGatesCall(logits, logits, gate, gate, 6, 4))
                 round_state_triton(RoundStateCall(torch.zeros(2, 2, D, D)))
                 rest = waiting, waiting, *state, logit, slope, slope, token[0], torch.zeros(HQ, D)
-                group_step_triton_(GroupStepCall(a, a, gate, gate, beside, *rest))
+                for one in (beside, beside._replace(state_indices=state_indices)):
+                    group_step_triton_(GroupStepCall(a, a, gate, gate, one, *rest))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found

@@ -53,9 +53,6 @@ class FastDelayedRule(FastDeltaRule):
     def has_step(self) -> bool:  # type: ignore[override]
         return True
 
-    def steps(self, x: Tensor, call: LayerCall) -> bool:
-        return super().steps(x, call) and call.state_indices is None
-
     def attend(
         self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
     ) -> tuple[Tensor, State]:
@@ -63,7 +60,7 @@ class FastDelayedRule(FastDeltaRule):
         if self.steps(projected.x, call):
             assert call.cache is not None
             state = call.cache.state
-            return self._step(projected, position_embeddings, state), state
+            return self._step(projected, position_embeddings, state, call.state_indices), state
         if call.padding is None and call.cu_seqlens is None and call.state is None:
             return self._prompt(projected, position_embeddings, call)
         return Mixer.attend(self, projected, position_embeddings, call)
@@ -100,7 +97,13 @@ class FastDelayedRule(FastDeltaRule):
         kept = dict(zip(NAMES, cache.tensors, strict=True)) | {f"gate_{i}": gate for i, gate in enumerate(waiting)}
         return output, stored_memory(self, {"state": self.rounded(memory)}) | kept
 
-    def _step(self, projected: Projected, position_embeddings: PositionEmbeddings | None, state: State) -> Tensor:
+    def _step(
+        self,
+        projected: Projected,
+        position_embeddings: PositionEmbeddings | None,
+        state: State,
+        state_indices: Tensor | None,
+    ) -> Tensor:
         branch = self.window_branch
         assert branch is not None
         q, k, v = map(self.split_heads, projected[1:4])  # type: ignore[arg-type]
@@ -109,7 +112,7 @@ class FastDelayedRule(FastDeltaRule):
         reach = branch.window, branch.sinks, None, branch.scale, branch.softcap
         step = GroupStepCall(
             *self.step_gates(projected)[:4],  # type: ignore[arg-type]
-            PackedStepCall(q, k, v, packed, *reach, cos, sin, edge=branch.edge),
+            PackedStepCall(q, k, v, packed, *reach, cos, sin, state_indices, edge=branch.edge),
             state["gate_0"],
             state["gate_1"],
             state["state"],

@@ -57,7 +57,6 @@ class Checks(VerifyAndUpdateConfig):
             (_unserved_drafts(vllm_config, table), "speculative_config", "none, or the method ngram (not with path)"),
             (table.cache_bits not in SERVED_BITS, "cache_bits", "a model with 16, 8 or 4"),
             (table.positions is not None, "positions", "a model that was converted without --context"),
-            (_has_delayed_states(table), "delayed", "a model with windows or states alone (convert --mixer window)"),
         ):
             if given:
                 raise ValueError(f"{name}: not served for models with converted layers; pass {remedy}")
@@ -80,11 +79,6 @@ def _unserved_drafts(vllm_config: VllmConfig, table: LayerTable) -> bool:
     if drafts is None:
         return False
     return drafts.method != "ngram" or any(kind.mixer.state_beside_keys for kind in table.converted.values())
-
-
-def _has_delayed_states(table: LayerTable) -> bool:
-    """Whether states hold what has left windows."""
-    return any(getattr(kind.recurrent, "delayed", False) for kind in table.converted.values())
 
 
 def _has_state(kind: type[LayerKind]) -> bool:

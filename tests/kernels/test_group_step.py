@@ -19,7 +19,7 @@ from deltanet_kernels import (
     round_state,
     round_tokens,
 )
-from deltanet_kernels.group_rule.calls import GroupStepCall
+from deltanet_kernels.group_rule.calls import KEPT, GroupStepCall
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
@@ -106,6 +106,50 @@ def test_the_kernel(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(ours.state_scale.cpu(), theirs.state_scale)
         assert (ours.state.cpu().int() - theirs.state.int()).abs().max() <= 1
         assert (ours.state.cpu() != theirs.state).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("step_", [pytorch, triton], ids=["torch", "triton"])
+@pytest.mark.parametrize("changes", [{}, {"int8": False, "ordered": False, "heads": (2, 2, 2)}], ids=str)
+def test_sequences_in_rows_of_larger_tensors(step_: Any, changes: dict[str, Any], poisoned_memory: None) -> None:
+    """By index, beside others that share the row 0, they are as in tensors of their own."""
+    call = copied(step(tokens=(64, 96, 100, 96, 160), **changes), DEVICE)
+    indices, sequences = torch.tensor([5, 2, 4, 0, 0], dtype=torch.int32, device=DEVICE), slice(3)
+    made = []
+
+    def spread(x: Tensor) -> Tensor:
+        """Rows 5, 2 and 4 are those of the first sequences; others, and what lies between rows, are 77."""
+        made.append(torch.full((7, 2 * x[0].numel()), 77, device=DEVICE).to(x.dtype))
+        rows = made[-1][:, : x[0].numel()].view(-1, *x.shape[1:])
+        rows[indices[sequences].long()] = x[sequences]
+        return rows
+
+    def moved(read: Any, change: Any) -> GroupStepCall:
+        """The call with `read` of what it has of each token, and `change` of the tensors that it changes."""
+        token = call.token
+        cache = token.cache.with_tensors(map(change, token.cache.tensors))
+        token = token._replace(
+            cache=cache, **{name: read(getattr(token, name)) for name in ("q", "k", "v", "cos", "sin")}
+        )
+        read_names, names = ("a", "b", "share_logit", "z"), [name for name in KEPT if getattr(call, name) is not None]
+        parts = {name: read(getattr(call, name)) for name in read_names}
+        return call._replace(token=token, **parts, **{name: change(getattr(call, name)) for name in names})
+
+    alone = copied(moved(lambda x: x[sequences], lambda x: x[sequences]), DEVICE)
+    wide = moved(lambda x: x, spread)
+    wide = wide._replace(token=wide.token._replace(state_indices=indices))
+    found, wanted = step_(*wide), step_(*alone)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[sequences], wanted, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(changing(wide), changing(alone), strict=True):
+        torch.testing.assert_close(ours[indices[sequences].long()], theirs, rtol=0, atol=0)
+    for held, x in zip(made, changing(wide), strict=True):
+        assert (held[:, x[0].numel() :] == 77).all()
+        assert (held[[1, 3, 6]] == 77).all()
+
+
+def changing(call: GroupStepCall) -> list[Tensor]:
+    """The tensors that a step changes."""
+    return [*call.token.cache.tensors, *(x for name in KEPT if (x := getattr(call, name)) is not None)]
 
 
 @pytest.mark.parametrize("by", [by_pytorch, by_triton])

@@ -12,8 +12,11 @@ from transformers import DynamicCache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.fast.delayed import FastDelayedRule
+from deltanet_hf.fast.of_mixer import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer import DeltaRule
 from deltanet_hf.mixers.layer.delayed_state import as_waiting
 from deltanet_hf.mixers.layer.layer_call import MixCall
@@ -243,6 +246,26 @@ def test_the_fast_form(changes: dict[str, Any]) -> None:
             called.clear()
             close(read(parts), wanted)
             assert len(called) == len(model.model.layers) * (1 + parts.count(1))
+
+
+@torch.inference_mode()
+def test_a_step_of_sequences_in_rows_of_larger_tensors() -> None:
+    """As a server keeps them; a group leaves with the step."""
+    model, kind = layer(bits=4, state_dtype="int8")
+    fast, x = fast_mixer(kind, False), inputs(97)
+    before, token = x[:, :96], x[:, 96:]
+    alone, larger = MixerCacheLayer(), MixerCacheLayer()
+    fast(before, angles(model, before), past_key_values=alone)
+    for name, held in alone.state.items():
+        larger.state[name] = held.new_zeros(5, *held.shape[1:]).index_copy_(0, torch.tensor([3, 1]), held)
+    larger.is_initialized = True
+    rotation = angles(model, token, torch.full((2, 1), 96))
+    wanted = fast(token, rotation, past_key_values=alone)[0]
+    view = CacheView(larger, torch.tensor([3, 1], dtype=torch.int32))
+    assert torch.equal(fast(token, rotation, past_key_values=view)[0], wanted)
+    for name, held in alone.state.items():
+        assert torch.equal(larger.state[name][[3, 1]], held)
+        assert not larger.state[name][[0, 2, 4]].any()
 
 
 @pytest.mark.parametrize(

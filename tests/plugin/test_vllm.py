@@ -27,6 +27,7 @@ from support.vllm_engine import TOKENS, Answer, by_generate, by_vllm, prompts, s
 
 LENGTHS = (5, 1, 40, 150, 33, 7, 200)
 NEAR = {"mixer": "gated_deltanet+window", "window": 5, "sinks": 2, "state_dtype": "float32", **READS_ALL}
+DELAYED = {"mixer": "gated_deltanet+window", "window": 33, "state_dtype": "float32"}  # of what has left the window
 
 
 def skip_where_refused(refused: bool = True) -> None:
@@ -35,6 +36,10 @@ def skip_where_refused(refused: bool = True) -> None:
 
     if refused and Version(vllm.__version__) < Version("0.32"):
         pytest.skip("needs vLLM 0.32")
+
+
+def packed(table: LayerTable, bits: int = 4, key_order: bool = False) -> LayerTable:
+    return dataclasses.replace(table, cache_bits=bits, key_order=key_order)
 
 
 def few_pages(count: int) -> dict[str, int]:
@@ -66,9 +71,11 @@ def test_every_mixer_between_softmax_layers(mixer: str) -> None:
     assert_equal(served_model("llama", tiny_table(layers=(0, 2), mixer=mixer)), prompts(*LENGTHS))
 
 
-@pytest.mark.parametrize("mixer", ["deltaproduct+window", "kda+window"])
-def test_other_rules_beside_a_window(mixer: str) -> None:
-    model = served_model("llama", tiny_table(layers=(0, 2), **{**NEAR, "mixer": mixer}))
+@pytest.mark.parametrize(
+    ("mixer", "beside"), [("deltaproduct+window", NEAR), ("kda+window", NEAR), ("kda+window", DELAYED)], ids=str
+)
+def test_other_rules_beside_a_window(mixer: str, beside: dict[str, Any]) -> None:
+    model = served_model("llama", tiny_table(layers=(0, 2), **{**beside, "mixer": mixer}))
     assert_equal(model, prompts(*LENGTHS))
 
 
@@ -80,7 +87,9 @@ def test_kinds_of_attention_in_families_with_sliding_windows(model_type: str, mi
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, NEAR, {"mixer": "window", "window": 5, "sinks": 2}, {"mixer": "fox"}, {"mixer": "path"}], ids=str
+    "changes",
+    [{}, NEAR, DELAYED, {"mixer": "window", "window": 5, "sinks": 2}, {"mixer": "fox"}, {"mixer": "path"}],
+    ids=str,
 )
 def test_models_without_softmax_layers(changes: dict[str, Any]) -> None:
     assert_equal(served_model("llama", tiny_table(**changes)), prompts(*LENGTHS))
@@ -130,10 +139,11 @@ def test_the_layer_of_qwen3_5_between_its_gated_attention() -> None:
     [
         tiny_table(layers=(0, 2), **NEAR),
         tiny_table(**NEAR),
+        packed(tiny_table(layers=(0, 2), **DELAYED)),
         tiny_table(layers=(0, 2), mixer="path"),
         mixed_mixture_table(delayed=False),
     ],
-    ids=["hybrid", "states", "path", "mixed_heads"],
+    ids=["hybrid", "states", "delayed, 4 bits", "path", "mixed_heads"],
 )
 def test_prompts_that_begin_alike_go_on_from_cached_states(table: LayerTable) -> None:
     first, second, *ends = prompts(300, 140, 10, 30, 3, 5, 100)
@@ -213,10 +223,6 @@ STEP = 0.03  # of a log probability: rounding errors in float32 decide which of 
 FEW_TIES = 3  # a seed of prompts in which no such decision moves a token
 
 
-def packed(table: LayerTable, bits: int = 4, key_order: bool = False) -> LayerTable:
-    return dataclasses.replace(table, cache_bits=bits, key_order=key_order)
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_with_packed_keys_and_values(model_type: str) -> None:
     """Windows, states beside a window and softmax layers."""
@@ -226,16 +232,23 @@ def test_every_family_with_packed_keys_and_values(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("changes", [{}, NEAR, WINDOW], ids=str)
+@pytest.mark.parametrize("changes", [{}, NEAR, DELAYED, WINDOW], ids=str)
 def test_packed_tokens_of_all_and_of_no_softmax_layers(changes: dict[str, Any], bits: int) -> None:
     for table in (tiny_table(layers=(), **changes), tiny_table(**changes)):
         assert_equal(served_model("llama", packed(table, bits)), prompts(*LENGTHS, 64, 32, 33), STEP)
 
 
+def test_states_in_8_bits() -> None:
+    """They are rounded where a part of a prompt ends, so prompts are read whole, as `generate` reads them."""
+    table = packed(tiny_table(layers=(0, 2), **{**DELAYED, "state_dtype": "int8"}))
+    assert_equal(served_model("llama", table), prompts(*LENGTHS, 64, 32, 33), STEP, max_num_batched_tokens=512)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_packed_single_heads(model_type: str) -> None:
+def test_packed_single_heads(model_type: str, delayed: bool) -> None:
     assert_equal(
-        served_model(model_type, packed(mixed_mixture_table(delayed=False))), prompts(*LENGTHS, 64, 32, 33), STEP
+        served_model(model_type, packed(mixed_mixture_table(delayed=delayed))), prompts(*LENGTHS, 64, 32, 33), STEP
     )
 
 
@@ -257,10 +270,11 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3,
         mixture_table(),
         packed(mixture_table()),
         packed(mixed_mixture_table(delayed=False)),
+        packed(tiny_table(layers=(0, 2), **DELAYED)),
         tiny_table(layers=(0, 2), mixer="kda"),
         tiny_table(layers=(0, 2), mixer="fox"),
     ],
-    ids=["mixture", "packed", "packed_heads", "kda", "fox"],
+    ids=["mixture", "packed", "packed_heads", "delayed", "kda", "fox"],
 )
 def test_drafts_of_which_some_are_rejected(table: LayerTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that go wrong at random places, beside prompts in parts; every third step has none."""
@@ -307,13 +321,6 @@ def test_bits_without_a_packed_form_and_further_positions_are_refused() -> None:
         by_vllm(served_model("llama", further), prompts(3))
 
 
-def test_states_of_what_has_left_a_window_are_refused_with_what_is_served() -> None:
-    with pytest.raises(ValueError, match=r"delayed: not served .*; pass a model with .* \(convert --mixer window\)"):
-        by_vllm(served_model("llama", tiny_table(mixer="gated_deltanet+window")), prompts(3))
-    whole = tiny_table(layers=(), mixer="gated_deltanet+window")  # `convert --keep every:1`
-    assert_equal(served_model("llama", packed(whole)), prompts(*LENGTHS), STEP)
-
-
 @pytest.fixture
 def captured_steps(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapture:
     """Layers capture their steps of single tokens, one for each number of sequences, and replay them from then on."""
@@ -353,6 +360,7 @@ CAPTURED = {
     "near": tiny_table(layers=(0,), **NEAR),
     "window": tiny_table(layers=(0,), **WINDOW),
     "near, 4 bits": packed(tiny_table(layers=(0,), **NEAR)),
+    "delayed, 4 bits": packed(tiny_table(layers=(0,), **DELAYED)),
     "window, 4 bits": packed(tiny_table(layers=(0,), **WINDOW)),
     "mixed heads, 4 bits": packed(mixed_mixture_table(delayed=False), key_order=True),
 }
@@ -376,8 +384,9 @@ def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, captured_st
         tiny_table(**WINDOW),
         packed(tiny_table(layers=(0, 2), **WINDOW)),
         packed(tiny_table(layers=(0, 2), **NEAR)),
+        packed(tiny_table(layers=(0, 2), **DELAYED)),
     ],
-    ids=["near", "kda", "window", "window, 4 bits", "near, 4 bits"],
+    ids=["near", "kda", "window", "window, 4 bits", "near, 4 bits", "delayed, 4 bits"],
 )
 def test_heads_that_the_kernels_take_with_and_without_cuda_graphs(table: LayerTable, mode: str) -> None:
     """None has vLLM's own attention, which in float32 may not let a graph capture it."""

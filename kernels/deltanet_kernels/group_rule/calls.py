@@ -143,8 +143,9 @@ class GroupStepCall(NamedTuple):
     Args:
         a, b: logits of the token's gates [B, 1, H]; A_log, dt_bias: [H].
         token: q, k, v, cache and rotation, of a window of N > 0 whole groups before that of the token, whose key heads
-            divide the H states; without indices.
-        g, beta: the gates that wait [B, 32 (N + 1), H] bfloat16, token n in the place n % (32 (N + 1)).
+            divide the H states; without pages.
+        g, beta: the gates that wait [B, 32 (N + 1), H] bfloat16, token n in the place n % (32 (N + 1)). With
+            `state_indices` of the token, rows of g, beta, S and its scales are those of the cache.
         state: S [B, H, D, D], or with state_scale its numbers int8 in units of the scale of their row.
         state_scale: [B, H, D] float32; with it S is rounded whenever a group has been written.
         share_logit: [B, 1, HQ]; far_slope, near_slope: [HQ].
@@ -183,37 +184,42 @@ class GroupStepCall(NamedTuple):
 
     def mixture(self, window_output: Tensor, lse: Tensor, read: Tensor) -> WindowMixtureCall:
         """That of the window's and the state's outputs, with the token in the cache."""
-        numbers = self.token.cache.lengths.unsqueeze(1)
+        lengths, rows = self.token.cache.lengths, self.token.state_indices
+        numbers = (lengths if rows is None else lengths[rows]).unsqueeze(1)
         mixing = window_output, lse, read, self.share_logit, self.far_slope, self.near_slope
         return WindowMixtureCall(*mixing, self.places, None, numbers, self.z, self.norm_weight, self.eps, GROUP)
+
+
+KEPT = ("g", "beta", "state", "state_scale")
+"""What a step changes beside the cache."""
 
 
 def check_group_step(call: GroupStepCall) -> None:
     """Check the arguments of a call; raises ValueError or TypeError."""
     token, state = call.token, call.state
     check_packed_step(token)
-    q, (B, HK, groups, D), H = token.q, token.cache.key_scales.shape, state.shape[1]
+    q, (rows, HK, groups, D), H = token.q, token.cache.key_scales.shape, state.shape[1]
     if groups < 1 or H % HK or q.shape[2] % H:
         raise ValueError(
             f"got {q.shape[2]} query heads, {H} states, {HK} key heads and {groups} groups; each number of heads "
             "needs to divide the one before, and a group to be there"
         )
-    if (token.window, token.edge) != (GROUP * groups + 1, GROUP) or token.state_indices is not None:
+    if (token.window, token.edge) != (GROUP * groups + 1, GROUP) or token.pages is not None:
         raise ValueError(
             f"got window={token.window} and edge={token.edge} of {groups} groups, needs {GROUP * groups + 1} and "
-            f"{GROUP}, and no state_indices"
+            f"{GROUP}, and no pages"
         )
     for name, x in (("a", call.a), ("b", call.b)):
-        checks.require_shape(name, x, (B, 1, H), "[B, 1, H]")
+        checks.require_shape(name, x, (len(q), 1, H), "[B, 1, H]")
     for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
         checks.require_shape(name, x, (H,), "[H]")
     for name, x in (("g", call.g), ("beta", call.beta)):
-        checks.require_shape(name, x, (B, GROUP * (groups + 1), H), "[B, 32 (N + 1), H]")
+        checks.require_shape(name, x, (rows, GROUP * (groups + 1), H), "[B, 32 (N + 1), H]")
         if x.dtype != torch.bfloat16:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs torch.bfloat16")
-    checks.require_shape("state", state, (B, H, D, D), "[B, H, D, D]")
+    checks.require_shape("state", state, (rows, H, D, D), "[B, H, D, D]")
     if call.state_scale is not None:
-        checks.require_shape("state_scale", call.state_scale, (B, H, D), "[B, H, D]")
+        checks.require_shape("state_scale", call.state_scale, (rows, H, D), "[B, H, D]")
     if (state.dtype == torch.int8) != (call.state_scale is not None):
         raise TypeError(f"state: got dtype {state.dtype}, needs torch.int8 with a state_scale and only then")
     if call.max_strength not in (1, 2):

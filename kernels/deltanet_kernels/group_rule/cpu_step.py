@@ -9,7 +9,7 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
-from deltanet_kernels.group_rule.calls import GROUP, GroupGatesCall, GroupStepCall, RoundStateCall
+from deltanet_kernels.group_rule.calls import GROUP, KEPT, GroupGatesCall, GroupStepCall, RoundStateCall
 from deltanet_kernels.group_rule.rounding import torch_round_state
 from deltanet_kernels.packed_cache.reference import torch_packed_step_
 from deltanet_kernels.prompt.calls import GateValuesCall
@@ -36,8 +36,22 @@ def torch_group_gates(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Ten
 
 def torch_group_step_(call: GroupStepCall) -> Tensor:
     """`deltanet_kernels.group_gated_delta_step_` for checked arguments."""
+    if call.token.state_indices is not None:
+        return _step_by_indices(call, call.token.state_indices.long())
     read = _read(call)  # before the token's group takes the place of the one that leaves
     return torch_window_mixture(call.mixture(*torch_packed_step_(call.token), read))
+
+
+def _step_by_indices(call: GroupStepCall, rows: Tensor) -> Tensor:
+    """A step of a call with indices, on copies of rows, which are then put back."""
+    token, names = call.token, [name for name in KEPT if getattr(call, name) is not None]
+    held = [*token.cache.tensors, *(getattr(call, name) for name in names)]
+    own = [x[rows] for x in held]
+    token = token._replace(cache=token.cache.with_tensors(own[:8]), state_indices=None)
+    o = torch_group_step_(call._replace(token=token, **dict(zip(names, own[8:], strict=True))))
+    for x, copy in zip(held, own, strict=True):
+        x[rows] = copy
+    return o
 
 
 def _read(call: GroupStepCall) -> Tensor:

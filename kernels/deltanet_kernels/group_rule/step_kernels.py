@@ -7,16 +7,28 @@ writes them, one after the other, into each of its states in registers; then the
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from deltanet_kernels.common.online_softmax import combined
 from deltanet_kernels.common.tiles import L2_EPS, log_decay, silu, write_strength
-from deltanet_kernels.common.token_step import take_ticket, turned
+from deltanet_kernels.common.token_step import turned
 from deltanet_kernels.group_rule.round_state import rounded_rows
-from deltanet_kernels.packed_cache.kernels import put_token, restored_group
+from deltanet_kernels.packed_cache.kernels import in_page, next_token, put_token, restored_group
 from deltanet_kernels.packed_cache.numbers import GROUP, in_order
 from deltanet_kernels.window.mixture import state_share
+
+
+class Rows(NamedTuple):
+    """Elements from a row of a tensor to its next, where sequences have indices: a compile-time constant."""
+
+    LENGTHS: int
+    G: int
+    BETA: int
+    STATE: int
+    STATE_SCALE: int
 
 
 @triton.jit
@@ -53,11 +65,12 @@ def _unit(q, scale):
 
 @triton.jit(do_not_specialize=["groups", "sinks"])
 def group_token_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order, q, k, v, cos, sin,
-    turned_q, a, b, A_log, dt_bias, g, beta, state, state_scale, read, groups, sinks, scale, q_row, k_row, v_row,
-    a_row, b_row,
-    HK: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
-    R: tl.constexpr, ROPE_ROWS: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, COUNT_BITS: tl.constexpr,
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
+    state_indices, q, k, v, cos, sin, turned_q, a, b, A_log, dt_bias, g, beta, state, state_scale, read, groups, sinks,
+    scale, q_row, k_row, v_row, a_row, b_row,
+    PLACES: tl.constexpr, ROWS: tl.constexpr, HK: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, LIMIT: tl.constexpr,
+    PAIRS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key head: writes the group that leaves into its states, and puts the token.
 
@@ -68,27 +81,35 @@ def group_token_kernel(
     places = GROUP * (groups + 1)  # of the gates that wait
     pair = tl.program_id(0).to(tl.int64)
     n, h = pair // HK, pair % HK
-    number = take_ticket(lengths, n, 1, HK, COUNT_BITS) - 1
-    g += n * (places * H)
-    beta += n * (places * H)
+    number, row, keys, values, token_scales = next_token(
+        keys, values, token_scales, lengths, state_indices, n, PLACES, HK, D, COUNT_BITS
+    )
+    g += n * (places * H) if ROWS is None else row * ROWS.G
+    beta += n * (places * H) if ROWS is None else row * ROWS.BETA
+    state += n * (H * D * D) if ROWS is None else row * ROWS.STATE
+    if state_scale is not None:
+        state_scale += n * (H * D) if ROWS is None else row * ROWS.STATE_SCALE
     if (number % GROUP == 0) & (number >= places):
         d = tl.arange(0, D)
         channels = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2  # in the order of `restored_group`
         if key_order is not None:
             channels = in_order(key_order + h * (2 * D), channels, D)
         first = number - places
-        group = pair * groups + first // GROUP % groups
+        place = first // GROUP % groups
+        kc, ks, vc, vs, group = key_codes, key_scales, value_codes, value_scales, pair * groups + place
+        if state_indices is not None:
+            kc, ks, vc, vs, group = in_page(kc, ks, vc, vs, state_indices, n, h, place, PLACES)
         codes = group * (GROUP * D * BITS // 8)
         for i in range(0, H // HK):
             own = h * (H // HK) + i
-            row = (n * H + own) * D + channels
-            at = row[:, None] * D + d[None, :]
+            rows = own * D + channels
+            at = rows[:, None] * D + d[None, :]
             S = tl.load(state + at).to(tl.float32)
             if state_scale is not None:
-                S = S * tl.load(state_scale + row)[:, None]
+                S = S * tl.load(state_scale + rows)[:, None]
             S = written_group(
-                S, key_codes + codes, key_scales + group * D, value_codes + codes, value_scales + group * D, g + own,
-                beta + own, first, sinks, places, H, D, BITS, key_order is not None, PAIRS, q.dtype.element_ty,
+                S, kc + codes, ks + group * D, vc + codes, vs + group * D, g + own, beta + own, first, sinks, places,
+                H, D, BITS, key_order is not None, PAIRS, q.dtype.element_ty,
             )  # fmt: skip
             for m in range(0, TIMES):
                 head = own * TIMES + m
@@ -97,7 +118,7 @@ def group_token_kernel(
             if state_scale is not None:
                 rounded, scale_D = rounded_rows(S)
                 tl.store(state + at, rounded)
-                tl.store(state_scale + row, scale_D)
+                tl.store(state_scale + rows, scale_D)
             else:
                 tl.store(state + at, S.to(state.dtype.element_ty))
         tl.debug_barrier()  # the group is read before its codes and its first gates are written over
@@ -108,16 +129,17 @@ def group_token_kernel(
         tl.store(g + place, log_decay(x, tl.load(A_log + own)).to(tl.bfloat16))
         tl.store(beta + place, write_strength(tl.load(b + n * b_row + own), LIMIT).to(tl.bfloat16))
     put_token(
-        number, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, key_order, None, q, k, v,
-        cos, sin, turned_q, groups, q_row, k_row, v_row, pair, n, h, None, HEADS, D, BITS, BM, R, ROPE_ROWS,
+        number, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, key_order, state_indices,
+        q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row, pair, n, h, PLACES, HEADS, D, BITS, BM, R, ROPE_ROWS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["spans", "places"])
 def group_mix_kernel(
-    parts, weights, q, lengths, state, state_scale, read, share_logit, far_slope, near_slope, z, norm_weight, o,
-    spans, places, scale, eps, s_row, z_row,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, WEIGHTS: tl.constexpr, REACH: tl.constexpr,
+    parts, weights, q, lengths, state_indices, state, state_scale, read, share_logit, far_slope, near_slope, z,
+    norm_weight, o, spans, places, scale, eps, s_row, z_row,
+    ROWS: tl.constexpr, HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, WEIGHTS: tl.constexpr,
+    REACH: tl.constexpr,
 ):  # fmt: skip
     """One program per row and query head: mixes what its q [B, HQ, D] got from the window with what it reads.
 
@@ -126,6 +148,12 @@ def group_mix_kernel(
     r = tl.program_id(0).to(tl.int64)
     n, head = r // HQ, r % HQ
     row = (n * H + head // (HQ // H)) * D
+    if state_indices is not None:  # row n is that of the index
+        state_index = tl.load(state_indices + n).to(tl.int64)
+        lengths += state_index * ROWS.LENGTHS - n
+        state += state_index * ROWS.STATE - n * (H * D * D)
+        if state_scale is not None:
+            state_scale += state_index * ROWS.STATE_SCALE - n * (H * D)
     d = tl.arange(0, D)
     # All loads are under way before the first result is waited for.
     S = tl.load(state + (row + d[:, None]) * D + d[None, :])
@@ -138,7 +166,9 @@ def group_mix_kernel(
         w_D = tl.load(norm_weight + head % WEIGHTS * D + d).to(tl.float32)
     if z is not None:
         z_D = tl.load(z + n * z_row + head * D + d).to(tl.float32)
-    window_D, lse = combined(parts, weights, r, spans, D, D, BN, False)
+    if state_indices is not None:
+        number = tl.where(state_index > 0, number, 1)
+    window_D, lse = combined(parts, weights, r, spans, D, D, BN, state_indices is not None)
     q_D = _unit(q_D, scale)
     if state_scale is not None:
         q_D = q_D * scale_D

@@ -156,7 +156,7 @@ class Places(NamedTuple):
 
 
 @triton.jit
-def _in_page(key_codes, key_scales, value_codes, value_scales, pages, b, h, place, PLACES: tl.constexpr):
+def in_page(key_codes, key_scales, value_codes, value_scales, pages, b, h, place, PLACES: tl.constexpr):
     """The tensors of the page that holds the group in `place` of row b, and the number of head h's group in it."""
     page = tl.load(pages + b * PLACES.PAGES_ROW + place // PLACES.PER_PAGE).to(tl.int64)
     n = h * PLACES.PER_PAGE + place % PLACES.PER_PAGE
@@ -250,7 +250,7 @@ def packed_span_kernel(
         for place in tl.range(c * span, end, num_stages=STAGES):
             kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, place
             if pages is not None:
-                kc, ks, vc, vs, n = _in_page(kc, ks, vc, vs, pages, pair // HK, pair % HK, place, PLACES)
+                kc, ks, vc, vs, n = in_page(kc, ks, vc, vs, pages, pair // HK, pair % HK, place, PLACES)
             at = n * (GROUP * D * BITS // 8)
             k = restored_group(kc + at, ks + n * D, token, GROUP, D, BITS, key_order is not None, PAIRS, q_MD.dtype)
             v = restored_group(vc + at, vs + n * D, d, D, GROUP, BITS, False, PAIRS, q_MD.dtype)
@@ -308,7 +308,7 @@ def put_token(
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
         kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, pair * groups + place
         if pages is not None:
-            kc, ks, vc, vs, n = _in_page(kc, ks, vc, vs, pages, b, h, place, PLACES)
+            kc, ks, vc, vs, n = in_page(kc, ks, vc, vs, pages, b, h, place, PLACES)
         own = tl.arange(0, GROUP) + SINKS
         own_k = load_tokens(keys, token_scales, own, own > 0, False, GROUP, D)
         own_v = tl.trans(load_tokens(values, token_scales, own, own > 0, True, GROUP, D))
@@ -329,6 +329,25 @@ def put_token(
 
 
 @triton.jit
+def next_token(
+    keys, values, token_scales, lengths, state_indices, b,
+    PLACES: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, COUNT_BITS: tl.constexpr,
+):  # fmt: skip
+    """Of sequence b, the number of its next token from 0, its row, and tensors of tokens whose row b that row is."""
+    if state_indices is None:
+        row = b
+        number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
+    else:  # the tickets of what sequences share say nothing
+        row = tl.load(state_indices + b).to(tl.int64)
+        number = take_ticket(lengths, row * PLACES.LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
+        number = tl.where(row > 0, number, 0)
+        keys += row * PLACES.KEYS_ROW - b * (HK * TOKENS * D)
+        values += row * PLACES.VALUES_ROW - b * (HK * TOKENS * D)
+        token_scales += row * PLACES.TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
+    return number, row, keys, values, token_scales
+
+
+@triton.jit
 def append_kernel(
     key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
     state_indices, pages, q, k, v, cos, sin, turned_q, groups, q_row, k_row, v_row,
@@ -338,15 +357,9 @@ def append_kernel(
     """One program per row and key head; the rest is as in `put_token`."""
     pair = tl.program_id(0).to(tl.int64)
     b, h = pair // HK, pair % HK
-    if state_indices is None:
-        number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
-    else:  # row b of the cache is that of the index; the tickets of what sequences share say nothing
-        state_index = tl.load(state_indices + b).to(tl.int64)
-        number = take_ticket(lengths, state_index * PLACES.LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
-        number = tl.where(state_index > 0, number, 0)
-        keys += state_index * PLACES.KEYS_ROW - b * (HK * TOKENS * D)
-        values += state_index * PLACES.VALUES_ROW - b * (HK * TOKENS * D)
-        token_scales += state_index * PLACES.TS_ROW - b * (HK * TOKENS * (4 * D // BLOCK))
+    number, _, keys, values, token_scales = next_token(
+        keys, values, token_scales, lengths, state_indices, b, PLACES, HK, D, COUNT_BITS
+    )
     put_token(
         number, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, key_order, pages, q, k, v,
         cos, sin, turned_q, groups, q_row, k_row, v_row, pair, b, h, PLACES, HEADS, D, BITS, BM, R, ROPE_ROWS,

@@ -93,7 +93,8 @@ def packed_attention_op(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     return _attend(call._replace(q=call.q.contiguous()))
 
 
-def _places(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
+def places_of(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
+    """Where the rows of a cache are, with pages as in `PackedStepCall`."""
     if pages is None:
         return None
     return Places(cache.groups, *map(row_size, (pages, *cache.tensors)))
@@ -118,7 +119,7 @@ def span_parts(
         packed_span_kernel, B * HK * spans,
         q, *cache, state_indices, pages, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
-        PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)),
+        PLACES=places_of(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)),
         CAP=softcap, PAIRS=in_pairs(bits, q), STAGES=stages,
         PRECISION=product_precision("auto", q.dtype), EDGE=call.edge, num_warps=warps,
     )  # fmt: skip
@@ -173,7 +174,7 @@ def packed_step_op_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     launch(
         append_kernel, B * HK, *cache, state_indices, pages, q, k, v, cos, sin, turned,
         cache.groups * (1 if pages is None else pages.shape[1]), q_row, k_row, v_row,
-        PLACES=_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
+        PLACES=places_of(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, BM=power_of_two(HQ // HK, 1),
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip
