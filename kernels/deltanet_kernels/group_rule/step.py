@@ -45,7 +45,7 @@ def group_step_op_(call: GroupStepCall) -> Tensor:
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, LIMIT=call.max_strength,
         PAIRS=in_pairs(cache.bits, q), COUNT_BITS=COUNT_BITS, num_warps=warps,
     )  # fmt: skip
-    parts, weights = span_parts(token.attention._replace(q=turned.view(B, HQ, 1, D)))
+    parts, weights = span_parts(token._replace(q=turned).attention)
     z, z_row = (None, 0) if z is None else rows(z)
     o = token.q.new_empty(token.q.shape)
     launch(
