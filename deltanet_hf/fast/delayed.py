@@ -10,13 +10,12 @@ from torch import Tensor
 
 from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.window import WindowOutput, mixture
-from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.attention.far_positions import Angles, window_angles
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delayed_layer import SCALE, stored_memory
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import LayerCall, Projected
-from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import (
     PackedKeyValues,
@@ -53,32 +52,31 @@ class FastDelayedRule(FastDeltaRule):
     def has_step(self) -> bool:  # type: ignore[override]
         return True
 
-    def attend(
-        self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
-    ) -> tuple[Tensor, State]:
+    def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
         if self.steps(projected.x, call):
             assert call.cache is not None
             state = call.cache.state
-            return self._step(projected, position_embeddings, state, call.state_indices), state
+            return self._step(projected, position_embeddings, call), state
         if call.padding is None and call.cu_seqlens is None and call.state is None:
             return self._prompt(projected, position_embeddings, call)
         return Mixer.attend(self, projected, position_embeddings, call)
 
     def _prompt(
-        self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
+        self, projected: Projected, position_embeddings: Angles | None, call: LayerCall
     ) -> tuple[Tensor, State]:
         branch, length = self.window_branch, call.prompt_length
         assert branch is not None
-        inputs = self.inputs(projected, position_embeddings, call)
+        assert position_embeddings is not None
+        angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, projected.x.shape[1])
+        inputs = self.inputs(projected, angles, call)
         q, k, v = inputs.window_q, inputs.window_k, self.window_values(projected)
         assert q is not None
         assert k is not None
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
         packing = PackPromptCall(k, v, branch.cache_bits, branch.groups, length, branch.cache_spec.key_order)
         cache, *seen = pack_prompt.unchecked(packing)
-        reach = branch.window, branch.sinks, branch.scale, branch.cache_bits, branch.softcap
-        window_output = WindowOutput(*quantised_attention(q, k, v, *reach, seen, edge=branch.edge), None)
+        window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
 
         logits, hidden = self.step_gates(projected)[:4], branch.window - 1
         gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
@@ -97,22 +95,23 @@ class FastDelayedRule(FastDeltaRule):
         kept = dict(zip(NAMES, cache.tensors, strict=True)) | {f"gate_{i}": gate for i, gate in enumerate(waiting)}
         return output, stored_memory(self, {"state": self.rounded(memory)}) | kept
 
-    def _step(
-        self,
-        projected: Projected,
-        position_embeddings: PositionEmbeddings | None,
-        state: State,
-        state_indices: Tensor | None,
-    ) -> Tensor:
+    def _step(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> Tensor:
         branch = self.window_branch
         assert branch is not None
+        assert call.cache is not None
+        assert position_embeddings is not None
+        state = call.cache.state
         q, k, v = map(self.split_heads, projected[1:4])  # type: ignore[arg-type]
-        cos, sin = self.angles(position_embeddings)
+        angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, 1)
+        cos, sin = self.angles(angles)
+        turn_cos, turn_sin = (None, None) if turn is None else turn
         packed = PackedKeyValues(*(state[name] for name in NAMES), branch.cache_spec.key_order)  # type: ignore[call-arg]
         reach = branch.window, branch.sinks, None, branch.scale, branch.softcap
         step = GroupStepCall(
             *self.step_gates(projected)[:4],  # type: ignore[arg-type]
-            PackedStepCall(q, k, v, packed, *reach, cos, sin, state_indices, edge=branch.edge),
+            PackedStepCall(
+                q, k, v, packed, *reach, cos, sin, call.state_indices, None, branch.edge, turn_cos, turn_sin
+            ),
             state["gate_0"],
             state["gate_1"],
             state["state"],

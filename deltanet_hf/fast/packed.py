@@ -28,7 +28,7 @@ from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import LayerCall
-from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings, branches_of
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.window import WindowAttention
@@ -184,7 +184,7 @@ def _mixed(
     x: Tensor,
     outputs: Sequence[Tensor | None],
     cache: MixerCacheLayer | None,
-    angles: PositionEmbeddings,
+    angles: Angles,
     prompt_length: Tensor | None,
 ) -> Tensor:
     """Window and state of one kind of heads, as `_attended`."""
@@ -211,21 +211,16 @@ def _attended(
         angles, scale = whole_angles(angles)
     if scale is not None:
         q = (q * scale[:, :, None, None]).to(q.dtype)
-    if cache is not None and cache.state and turn is None:
-        held = QuantisedKVCache(branch.cache_spec, cache.state, None, int(cache.get_seq_length()), in_place=True)
+    kind = QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn)
+    if cache is not None and cache.state:
+        held = kind(branch.cache_spec, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
         cache.count(1)
         return output.flatten(2)
     call = PromptInputsCall(q.flatten(-2), k.flatten(-2), v.flatten(-2), branch.head_dim, cos=angles[0], sin=angles[1])
     rotated = prompt_inputs.unchecked(call)
-    kind = QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn)
-    state, is_step = ({}, False) if cache is None else (cache.state, bool(cache.state))
-    held = kind(
-        branch.cache_spec, state, None, keep_state=cache is not None, in_place=is_step, prompt_length=prompt_length
-    )
+    held = kind(branch.cache_spec, {}, None, keep_state=cache is not None, prompt_length=prompt_length)
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
-    if cache is not None and is_step:
-        cache.count(1)
-    elif cache is not None:
+    if cache is not None:
         cache.advance(q.shape[1], held.state)
     return output.flatten(2)

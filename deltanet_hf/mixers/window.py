@@ -94,6 +94,10 @@ class WindowAttention(LayerKind):
     def window_tokens(self) -> int:
         return self.settings.window
 
+    @property
+    def sink_reach(self) -> int:
+        return self.settings.window + self.settings.sinks
+
     def use_window(self, tokens: int) -> None:
         self.settings = replace(self.settings, window=tokens)
 

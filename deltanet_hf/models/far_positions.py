@@ -2,8 +2,8 @@
 
     {"kind": "yarn", "teacher": 8192, "context": 32768}
 
-Windows keep the teacher's positions and see sinks as from a bounded one; whole heads get positions that reach as far as
-the context. `mixers/attention/far_positions.py` says what the layers are given.
+Windows, and states of what has left them, keep the teacher's positions, and sinks are seen as from a bounded one; whole
+heads get positions that reach as far as the context. `mixers/attention/far_positions.py` says what layers are given.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
-from deltanet_hf.mixers.window import WindowAttention
 
 PositionKind = Literal["yarn", "nope", "cut"]
 FURTHEST_SINK = 4096  # positions from which sinks are seen, at most
@@ -134,7 +133,8 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
     """Let a model, whose layers are in their places, read by these positions.
 
     Raises:
-        UserError: the family's positions cannot be extended, or there are layers other than windows and softmax.
+        UserError: the family's positions cannot be extended, or there are layers other than softmax, windows, and
+            windows with a state of what has left them.
     """
     decoder, config = model.model, model.config
     rope: Any = getattr(config, "rope_parameters", None) or {}
@@ -155,11 +155,11 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
             kind = kind_of(branch)
             if not kind.reads_further:
                 raise UserError(
-                    f"context: layer {index} is {kind.name}, which reads no further than the teacher; take --mixer "
-                    f"{WindowAttention.name}, or leave out --context"
+                    f"context: layer {index} is {kind.name}, which reads no further than the teacher; take the default "
+                    "--mixer and --set, or leave out --context"
                 )
             (windows if kind.window_tokens else whole).append(branch)
-    bound = positions.sink_bound(max((one.settings.window + one.settings.sinks for one in windows), default=0))
+    bound = positions.sink_bound(max((one.sink_reach for one in windows), default=0))
     rotary = FarRotary(decoder.rotary_emb, positions, bound, config)
     for window in windows:
         window.sink_bound = bound

@@ -20,13 +20,16 @@ from support.refusals import assert_refused
 from support.tiny_conversion import opened, teacher_folder, text_file, tiny_conversion, tiny_job
 
 WINDOWS: dict[str, Any] = {"mixer": "window", "changes": ("window=16",), "layers": "keep:1", "context": "512"}
+STATES: dict[str, Any] = {**WINDOWS, "mixer": "gated_deltanet+window", "changes": ("window=33",)}
 
 
-@pytest.mark.parametrize("positions", ["yarn", "nope", "cut"])
+@pytest.mark.parametrize(
+    ("kinds", "positions"), [(WINDOWS, "yarn"), (WINDOWS, "nope"), (WINDOWS, "cut"), (STATES, "yarn")], ids=str
+)
 @torch.no_grad()
-def test_what_is_measured_is_the_model_that_is_loaded(tmp_path: Path, positions: str) -> None:
+def test_what_is_measured_is_the_model_that_is_loaded(tmp_path: Path, kinds: dict[str, Any], positions: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama")
-    options = {**WINDOWS, "positions": positions, "cache_bits": 16 if positions == "cut" else 4}
+    options = {**kinds, "positions": positions, "cache_bits": 16 if positions == "cut" else 4}
     report = tiny_conversion(teacher, tmp_path / "out", **options)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     reference: Any = AutoModelForCausalLM.from_pretrained(teacher).eval()
@@ -47,7 +50,7 @@ def test_the_plan_says_how_far_both_read(tmp_path: Path) -> None:
     shown = io.StringIO()
     print_plan(job.plan, Console(file=shown, width=120))
     assert (
-        "Reads 512 tokens, the teacher 128: full-attention heads have YaRN x 4, windows the teacher's"
+        "Reads 512 tokens, the teacher 128: full-attention heads have YaRN x 4, windows and states the teacher's"
         in shown.getvalue()
     )
 
@@ -75,8 +78,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
             ({"teacher": plain, "positions": "cut", "cache_bits": 4}, UserError, "cut distances need keys in 16"),
             ({"teacher": sliding}, UserError, "layer 0 of the teacher slides"),
             *(
-                ({"teacher": plain, "mixer": mixer, "layers": "all"}, UserError, "take --mixer window, or leave out")
-                for mixer in ("gated_deltanet", "gated_deltanet+window")
+                (
+                    {"teacher": plain, "mixer": mixer, "changes": changes},
+                    UserError,
+                    "layer 0 is gated_deltanet, which reads no further .* take the default --mixer and --set",
+                )
+                for mixer, changes in (("gated_deltanet", ()), ("gated_deltanet+window", ("delayed=false",)))
             ),
         ],
     )

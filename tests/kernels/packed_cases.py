@@ -58,10 +58,10 @@ def rounded_keys(k: Tensor, bits: int, order: Tensor | None) -> Tensor:
 
 def definition(
     q: Tensor, k: Tensor, v: Tensor, bits: int, window: int, sinks: int, limit: int, cap: float | None, last: int = 1,
-    order: Tensor | None = None,
+    order: Tensor | None = None, first_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The attention in float64 of the last tokens, of one group: that and the first tokens as in k and v, the others
-    rounded."""
+    rounded. With `first_q`, as q, the first four tokens meet these queries."""
     length, dtype = k.shape[2], k.dtype
     own = (length - 1) // GROUP * GROUP
     rounded_k, rounded_v = k.clone(), v.clone()
@@ -77,6 +77,8 @@ def definition(
     repeats = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(repeats, 1) for x in (rounded_k, rounded_v))
     scores = q[:, :, -last:].double() @ keys.mT * 0.2
+    if first_q is not None:
+        scores[..., :SINKS] = first_q[:, :, -last:].double() @ keys[:, :, :SINKS].mT * 0.2
     scores = scores if cap is None else cap * (scores / cap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ values, scores.logsumexp(-1).squeeze(-1)

@@ -36,6 +36,7 @@ def step(
     turned: int = D,
     int8: bool = True,
     gated: bool = True,
+    turns_back: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> GroupStepCall:
     """A call on CPU, of sequences of so many tokens and so many query heads, states and key heads."""
@@ -59,9 +60,11 @@ def step(
     angle = normal(B, 1, turned)
     rotation = (angle.cos().to(dtype), angle.sin().to(dtype)) if turned else (None, None)
     state = (codes.to(torch.int8), scale) if int8 else ((codes * scale.unsqueeze(-1)).bfloat16(), None)
+    back = normal(1, 1, turned)
+    turn = (back.cos().to(dtype), back.sin().to(dtype)) if turns_back else (None, None)
     token = PackedStepCall(
         *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * GROUPS + 1, 4, None, 0.3, None,
-        *rotation, edge=32,
+        *rotation, edge=32, turn_cos=turn[0], turn_sin=turn[1],
     )  # fmt: skip
     z, norm_weight = (normal(B, 1, HQ, D).to(dtype), normal(HQ, D).to(dtype)) if gated else (None, None)
     return GroupStepCall(
@@ -82,7 +85,7 @@ def copied(call: Any, device: str = "cpu") -> Any:
     [
         {},
         {"ordered": False, "turned": 0, "heads": (2, 2, 2), "gated": False},
-        {"bits": 8, "ordered": False, "turned": 32, "int8": False, "heads": (4, 4, 2)},
+        {"bits": 8, "ordered": False, "turned": 32, "int8": False, "heads": (4, 4, 2), "turns_back": True},
         {"dtype": torch.float16, "turned": 0, "heads": (3, 1, 1)},
     ],
     ids=str,

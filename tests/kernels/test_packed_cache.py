@@ -92,7 +92,10 @@ def test_a_token_at_a_time(
     form: str, head_sizes: tuple[int, int], large: bool, bits: int, ordered: bool, T: int, window: int, sinks: int,
     limit: int, cap: float | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A ring holds as many groups as a window sees, and the second sequence begins later."""
+    """A ring holds as many groups as a window sees, and the second sequence begins later.
+
+    Four sinks meet other queries than the window.
+    """
     D = head_sizes[large]
     dtype, rounding = (torch.float64, 1e-13) if form == "torch" else (torch.float32, 2e-6)
     if form == "triton" and D == 128 and sinks == 0:
@@ -109,11 +112,14 @@ def test_a_token_at_a_time(
             cache.lengths[1] = 0
         append(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
     assert cache.lengths.tolist() == [T, T - late]
-    found, lse = attend(PackedAttentionCall(q[:, :, -1:], cache, window, sinks, limit, 0.2, cap))
+    first_q = q.flip(-1) if sinks == SINKS else None
+    call = PackedAttentionCall(q[:, :, -1:], cache, window, sinks, limit, 0.2, cap)
+    found, lse = attend(call if first_q is None else call._replace(first_q=first_q[:, :, -1:]))
     for row, first in ((0, 0), (1, late)):
         one = slice(row, row + 1)
         own = q[one], k[one, :, first:], v[one, :, first:]
-        wanted, wanted_lse = definition(*own, bits, window, sinks, limit, cap, order=order)
+        own_first = None if first_q is None else first_q[one]
+        wanted, wanted_lse = definition(*own, bits, window, sinks, limit, cap, order=order, first_q=own_first)
         assert (found[one].double() - wanted).abs().max() < rounding * (wanted.abs().max() + 1)
         assert (lse[one].double() - wanted_lse).abs().max() < 5 * rounding
 
@@ -180,12 +186,12 @@ def test_a_step_rotates_puts_and_attends(R: int, rows: int, bits: int) -> None:
     for t in range(66):
         x = torch.randn(B, 1, (HQ + 2 * HK) * D, generator=generator).to(DEVICE)
         q, k, v = (part.view(B, 1, -1, D) for part in x.split([HQ * D, HK * D, HK * D], dim=-1))
-        cos, sin = (torch.randn(rows, 1, R, generator=generator).to(DEVICE) for _ in range(2))
+        cos, sin, *turn = (torch.randn(rows, 1, R, generator=generator).to(DEVICE) for _ in range(4))
         if t not in STEPS:
             for cache in (found_in, wanted_in):
                 append(k.transpose(1, 2), v.transpose(1, 2), cache)
             continue
-        call = PackedStepCall(q, k, v, found_in, 40, 4, cos=cos, sin=sin)
+        call = PackedStepCall(q, k, v, found_in, 40, 4, cos=cos, sin=sin, turn_cos=turn[0], turn_sin=turn[1])
         found, lse = packed_step_triton_(call)
         rotated = [rotate(one, cos, sin) for one in (q, k)]
         wanted, wanted_lse = torch_packed_step_(
@@ -440,6 +446,8 @@ def test_what_is_wrong_is_named() -> None:
         packed_attention(q[:, :, -1:], cache, sinks=5)
     with pytest.raises(ValueError, match="got 5 heads"):
         packed_attention(q[:, :5, -1:], cache)
+    with pytest.raises(ValueError, match=r"first_q: got shape .* needs the shape of q"):
+        packed_attention(q[:, :, -1:], cache, first_q=q[:, :2, -1:])
     with pytest.raises(TypeError, match="k: got dtype"):
         packed_step_(q[:, :, :1].transpose(1, 2).double(), *(x[:, :, :1].transpose(1, 2) for x in (k, v)), cache)
     with pytest.raises(ValueError, match="state_indices: got None, needs the rows of the sequences with pages"):

@@ -11,15 +11,14 @@ import torch
 from transformers import DynamicCache
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.fast.delayed import FastDelayedRule
-from deltanet_hf.fast.of_mixer import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.cache.view import CacheView
 from deltanet_hf.mixers.layer import DeltaRule
 from deltanet_hf.mixers.layer.delayed_state import as_waiting
-from deltanet_hf.mixers.layer.layer_call import MixCall
+from deltanet_hf.mixers.layer.layer_call import CacheView, MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_kernels import round_state
@@ -48,13 +47,18 @@ def inputs(length: int, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, length, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
-    """Token by token: attention to what the window shows, the rule over what has left it, written one by one."""
+def by_definition(model: Any, mixer: Mixer, x: torch.Tensor, bound: int | None = None) -> torch.Tensor:
+    """Token by token: attention to what the window shows, the rule over what has left it, written one by one.
+
+    With a bound, sinks outside of the window are seen as from no further position.
+    """
     branch = mixer.window_branch
     assert branch is not None
     (B, T, _), bits = x.shape, branch.cache_bits
     projected = mixer.project(x)
-    q, k, v = mixer.window_inputs(projected, model.model.rotary_emb(x, torch.arange(T)[None]))
+    rotary, place = getattr(model.model.rotary_emb, "own", model.model.rotary_emb), torch.arange(T)[None]
+    q, k, v = mixer.window_inputs(projected, rotary(x, place))
+    for_sinks = q if bound is None else mixer.window_inputs(projected, rotary(x, place.clamp_max(bound)))[0]
     far_k, far_v = k, v  # as queries of later groups, and the state, get them
     if bits < 16:
         k, v, seen = as_kept(k, v, bits, None)
@@ -82,7 +86,9 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
             torch.where(exact, near[:, seen], later[:, seen]).repeat_interleave(mixer.num_heads // near.shape[2], 2)
             for near, later in ((k, far_k), (v, far_v))
         )
-        scores = torch.einsum("bhd,bshd->bhs", q[:, t], keys) * branch.scale
+        far_sink = torch.tensor([place < min(branch.sinks, left) for place in seen])
+        scores, at_bound = (torch.einsum("bhd,bshd->bhs", one[:, t], keys) * branch.scale for one in (q, for_sinks))
+        scores = torch.where(far_sink, at_bound, scores)
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
         if state is not None and t == left + GROUP * branch.groups and mixer.settings.state_dtype == "int8":
             codes, scale = round_state(state["state"])  # after the read of the first token of a group

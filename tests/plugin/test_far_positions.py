@@ -20,6 +20,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.fast import FastDecoder, fast_form, packed
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
+from deltanet_hf.mixers.layer import Mixer
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.assisted import place_layers
@@ -32,15 +33,31 @@ from support.float64 import Float64
 from support.plain_form import plain_form
 from support.refusals import assert_refused
 from support.replayed_step import EmulatedCapture
-from support.tiny_models import mixed_table, randomise, teacher_config
+from support.tiny_models import mixed_heads, mixed_table, randomise, teacher_config
+from tests.plugin.test_delayed_state import by_definition as delayed_by_definition
 
 TEACHER, CONTEXT, THETA = 32, 128, 1e4
 IDS = torch.randint(3, 97, (2, 100), generator=torch.Generator().manual_seed(0))
-FORMS = [("yarn", 16), ("yarn", 8), ("yarn", 4), ("nope", 16), ("nope", 4), ("cut", 16)]
+FORMS = [
+    *(("yarn", bits, False) for bits in (16, 8, 4)),
+    *(("yarn", bits, True) for bits in (16, 4)),
+    ("nope", 16, False),
+    ("nope", 4, False),
+    ("cut", 16, False),
+    ("cut", 16, True),
+]
+BOUND = {False: 40 + 3, True: 64 + 4}
+"""The furthest position of sinks: half the teacher's positions would not hold the longest window; by `states`."""
 
 
-def table(positions: FarPositions | None = None) -> LayerTable:
-    """A layer that is whole, two with whole heads and windows, and one with windows alone."""
+def table(positions: FarPositions | None = None, states: bool = False) -> LayerTable:
+    """A layer that is whole, two with whole heads and windows, and one with windows alone; with `states`, windows that
+    have states of what has left them."""
+    if states:
+        own = LayerTable.preset(1, "gated_deltanet+window", window=33, state_dtype="float32").only_kind
+        far, near = (mixed_heads(head, "linear", linear=own.settings.to_dict()) for head in ("softmax", "window"))
+        kinds = {"state": own, "far": far, "near": near}
+        return LayerTable(kinds, ("softmax", "far", "near", "state"), positions=positions)
     mixed = mixed_table("softmax", "window", sinks=3).with_windows((5, 40, 7, 9))
     local = LayerTable.preset(1, "window", window=9, sinks=3).only_kind
     kinds, (_, second, third, _) = {**mixed.kinds, "local": local}, mixed.layers
@@ -54,8 +71,8 @@ def made(layers: LayerTable, bits: int = 16, family: str = "llama") -> PreTraine
     return set_cache_bits(model, bits)
 
 
-def far(kind: Any, bits: int = 16, family: str = "llama") -> PreTrainedModel:
-    return made(table(FarPositions(kind, TEACHER, CONTEXT)), bits, family)
+def far(kind: Any, bits: int = 16, states: bool = False) -> PreTrainedModel:
+    return made(table(FarPositions(kind, TEACHER, CONTEXT), states), bits)
 
 
 def frequencies(size: int, yarn: bool) -> Tensor:
@@ -78,8 +95,10 @@ def rotated(x: Tensor, positions: Tensor, by: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def defined(branch: Any, x: Tensor, kind: str, bits: int) -> Tensor:
-    """The output of a whole or a window branch for x [B, T, hidden], pair of tokens by pair of tokens."""
+def defined(model: Any, branch: Any, x: Tensor, kind: str, bits: int, bound: int) -> Tensor:
+    """The output of a branch for x [B, T, hidden], of a whole or a window one pair of tokens by pair of tokens."""
+    if isinstance(branch, Mixer):
+        return delayed_by_definition(model, branch, x, bound)
     size, token = branch.head_dim, torch.arange(x.shape[1])
     q, k, v = (getattr(branch, f"{name}_proj")(x).unflatten(-1, (-1, size)) for name in "qkv")
     plain, is_window = k, isinstance(branch, WindowAttention)
@@ -99,7 +118,7 @@ def defined(branch: Any, x: Tensor, kind: str, bits: int) -> Tensor:
         values = own[1][:, :full].unflatten(-1, (-1, min(GROUP, size)))
         in_groups = fake_quantised(keys, bits).transpose(2, -1).flatten(1, 2), fake_quantised(values, bits).flatten(-2)
         packed = tuple(torch.cat([x, y[:, full:]], dim=1) for x, y in zip(in_groups, own, strict=True))  # type: ignore[assignment]
-    distance, is_sink = token[:, None] - token, token < 3
+    distance, is_sink = token[:, None] - token, token < (branch.settings.sinks if is_window else 0)
     is_own = (token[:, None] // GROUP == token // GROUP) | (token < SINKS)
 
     def products(q: Tensor) -> Tensor:
@@ -111,7 +130,7 @@ def defined(branch: Any, x: Tensor, kind: str, bits: int) -> Tensor:
         far = torch.einsum("bthd,bshd->bhts", rotated(q, 0 * token + cut - 1, by), plain)
         scores = torch.where(distance < cut, scores, far)
     if is_window:
-        window, bound = branch.settings.window, 40 + 3  # half the teacher's positions would not hold the longest window
+        window = branch.settings.window
         scores = torch.where((distance >= window) & is_sink, products(rotated(q, token.clamp_max(bound), by)), scores)
         seen = seen & ((distance < window) | is_sink)
     weights = (scores * branch.scaling).masked_fill(~seen, -torch.inf).softmax(-1)
@@ -119,25 +138,26 @@ def defined(branch: Any, x: Tensor, kind: str, bits: int) -> Tensor:
     return branch.o_proj((output + torch.einsum("bhts,bshd->bthd", weights * ~is_own, packed[1])).flatten(2))  # type: ignore[no-any-return]
 
 
-def by_definition(model: Any, kind: str, bits: int) -> Tensor:
+def by_definition(model: Any, kind: str, bits: int, bound: int) -> Tensor:
     """Logits of IDS."""
     with pytest.MonkeyPatch.context() as patch, plain_form():
         for layer in model.model.layers:
 
             def attention(*, hidden_states: Tensor, own: Any = layer.self_attn, **kwargs: Any) -> tuple[Tensor, None]:
-                return sum(defined(part, hidden_states, kind, bits) for part in branches_of(own).values()), None  # type: ignore[return-value]
+                parts = branches_of(own).values()
+                return sum(defined(model, part, hidden_states, kind, bits, bound) for part in parts), None  # type: ignore[return-value]
 
             patch.setattr(layer.self_attn, "forward", attention)
         logits: Tensor = model(IDS, use_cache=False).logits
     return logits
 
 
-@pytest.mark.parametrize(("kind", "bits"), FORMS)
+@pytest.mark.parametrize(("kind", "bits", "states"), FORMS)
 @torch.no_grad()
-def test_every_form_of_cache_computes_the_definition(kind: str, bits: int) -> None:
+def test_every_form_of_cache_computes_the_definition(kind: str, bits: int, states: bool) -> None:
     with Float64():
-        model = far(kind, bits).double()
-        wanted = by_definition(model, kind, bits)
+        model = far(kind, bits, states).double()
+        wanted = by_definition(model, kind, bits, BOUND[states])
         assert isinstance(fast_form(model), FastDecoder)
 
         def differs(logits: Tensor) -> float:
@@ -149,6 +169,7 @@ def test_every_form_of_cache_computes_the_definition(kind: str, bits: int) -> No
             return torch.cat(read, dim=1)
 
         found = [model(IDS, use_cache=False).logits, in_parts(60, *[1] * 40), in_parts(12, 1, 1, 1, 1, 40, 1, 43)]
+        found.append(in_parts(75, *[1] * 25))  # beyond the bound at once
         with plain_form():
             found += [model(IDS, use_cache=False).logits, in_parts(60, *[1] * 40), in_parts(7, 45, 1, 47)]
         if bits == 16:
@@ -156,10 +177,11 @@ def test_every_form_of_cache_computes_the_definition(kind: str, bits: int) -> No
         assert max(map(differs, found)) < 1e-6
 
 
+@pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize(("kind", "bits"), [("yarn", 16), ("yarn", 4), ("cut", 16)])
-def test_padded_and_packed_rows_are_those_alone(kind: str, bits: int) -> None:
+def test_padded_and_packed_rows_are_those_alone(kind: str, bits: int, states: bool) -> None:
     with Float64(), torch.no_grad():
-        model = far(kind, bits).double()
+        model = far(kind, bits, states).double()
         wanted = [model(IDS[:1], use_cache=False).logits[0], model(IDS[1:, :71], use_cache=False).logits[0]]
         ids, mask = IDS.clone(), torch.ones_like(IDS)
         ids[1, 29:], mask[1, :29] = IDS[1, :71], 0
@@ -172,8 +194,10 @@ def test_padded_and_packed_rows_are_those_alone(kind: str, bits: int) -> None:
             ],
             dim=1,
         )
+        whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
         for row, start in enumerate((0, 29)):
             assert (found[row, start:] - wanted[row]).abs().max() < 1e-9
+            assert (whole[row, start:] - wanted[row]).abs().max() < 1e-9
         if bits == 16:
             row = torch.cat([IDS[:1], IDS[1:, :71]], dim=1)
             places = torch.cat([torch.arange(100), torch.arange(71)])[None]
@@ -183,18 +207,21 @@ def test_padded_and_packed_rows_are_those_alone(kind: str, bits: int) -> None:
             assert (packed - torch.cat(wanted)).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("yarn", 4), ("nope", 16), ("cut", 16)])
+@pytest.mark.parametrize(
+    ("kind", "bits", "states"), [("yarn", 4, False), ("yarn", 4, True), ("nope", 16, False), ("cut", 16, True)]
+)
 @torch.no_grad()
-def test_tokens_are_taken_back_beyond_the_bound(kind: str, bits: int) -> None:
-    model = far(kind, bits).double()
-    cache = DynamicCache(config=model.config)
-    place_layers(model, cache)
-    cache.activate_past_recording()
-    for ids in (IDS[:, :50], IDS[:, 60:66]):
-        model(ids, use_cache=True, **{CACHE: cache})
-    cache.crop(-6)
-    found = model(IDS[:, 50:58], use_cache=True, **{CACHE: cache}).logits
-    assert (found - model(IDS[:, :58], use_cache=False).logits[:, 50:]).abs().max() < 1e-9
+def test_tokens_are_taken_back_beyond_the_bound(kind: str, bits: int, states: bool) -> None:
+    with Float64():
+        model = far(kind, bits, states).double()
+        cache = DynamicCache(config=model.config)
+        place_layers(model, cache)
+        cache.activate_past_recording()
+        for ids in (IDS[:, :75], IDS[:, 60:66]):
+            model(ids, use_cache=True, **{CACHE: cache})
+        cache.crop(-6)
+        found = model(IDS[:, 75:83], use_cache=True, **{CACHE: cache}).logits
+        assert (found - model(IDS[:, :83], use_cache=False).logits[:, 75:]).abs().max() < 1e-9
 
 
 @torch.no_grad()
@@ -207,9 +234,10 @@ def test_windows_see_a_text_within_the_bound_as_without_the_setting() -> None:
         assert not torch.equal(own(IDS).logits, further(IDS).logits)
 
 
+@pytest.mark.parametrize("states", [False, True])
 @torch.no_grad()
-def test_cut_distances_change_nothing_within_the_teachers_positions(capture: EmulatedCapture) -> None:
-    own, cut = made(table()), far("cut")
+def test_cut_distances_change_nothing_within_the_teachers_positions(capture: EmulatedCapture, states: bool) -> None:
+    own, cut = made(table(states=states)), far("cut", states=states)
     short, long = IDS[:, :TEACHER], IDS[:, : TEACHER + 1]
     torch.testing.assert_close(cut(short).logits, own(short).logits, rtol=1e-5, atol=1e-5)
     assert (cut(long).logits - own(long).logits)[:, -1].abs().max() > 1e-4
@@ -218,11 +246,13 @@ def test_cut_distances_change_nothing_within_the_teachers_positions(capture: Emu
     assert decoded_by(cut) == "separate launches: model.rotary_emb: its rotary embedding depends on the length"
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("yarn", 16), ("yarn", 4), ("nope", 4)])
-def test_a_captured_step_passes_the_bound(kind: str, bits: int, capture: EmulatedCapture) -> None:
-    """Captured at position 9, replayed to 60: sinks are bounded from 43 on."""
-    model = far(kind, bits)
-    options: Any = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 52}
+@pytest.mark.parametrize(
+    ("kind", "bits", "states"), [("yarn", 16, False), ("yarn", 4, False), ("nope", 4, False), ("yarn", 4, True)]
+)
+def test_a_captured_step_passes_the_bound(kind: str, bits: int, states: bool, capture: EmulatedCapture) -> None:
+    """Captured at position 9, replayed to 60, or to 101: sinks are bounded from 43 on, or from 68."""
+    model = far(kind, bits, states)
+    options: Any = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 92 if states else 52}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(IDS[:, :9], **options)
     wanted = model.generate(IDS[:, :9], **options, disable_compile=True)
@@ -244,12 +274,15 @@ def test_a_step_that_is_captured_for_short_texts_turns_nothing(
     assert capture.replayed > 10
 
 
+@pytest.mark.parametrize("states", [False, True])
 @torch.inference_mode()
-def test_a_captured_prompt_passes_the_bound(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_prompt_passes_the_bound(
+    states: bool, capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (64, 96))
     with Float64():
-        model = far("yarn", 4).double()
-        for length in (96, 70):
+        model = far("yarn", 4, states).double()
+        for length in (96, 75):
             read = [
                 {"input_ids": IDS[:, :length], CACHE: DynamicCache(config=model.config), "logits_to_keep": 1}
                 for _ in range(2)
@@ -262,21 +295,22 @@ def test_a_captured_prompt_passes_the_bound(capture: EmulatedCapture, monkeypatc
     assert capture.captured_prefills == 1
 
 
+@pytest.mark.parametrize("states", [False, True])
 @torch.no_grad()
-def test_it_is_saved_and_loaded_and_known_to_sessions(tmp_path: Path) -> None:
-    model = far("yarn", 4)
+def test_it_is_saved_and_loaded_and_known_to_sessions(tmp_path: Path, states: bool) -> None:
+    model = far("yarn", 4, states)
     assert model.config.max_position_embeddings == CONTEXT
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     assert torch.equal(pickle.loads(pickle.dumps(model))(IDS).logits, model(IDS).logits)
     assert model_identity(model) == model_identity(loaded)
-    assert model_identity(model)["config"] != model_identity(far("nope", 4))["config"]
+    assert model_identity(model)["config"] != model_identity(far("nope", 4, states))["config"]
 
 
-@pytest.mark.parametrize("kind", ["yarn", "cut"])
-def test_gradients_reach_whole_heads_and_windows(kind: str) -> None:
-    model = far(kind).train()
+@pytest.mark.parametrize(("kind", "bits", "states"), [("yarn", 16, False), ("cut", 16, False), ("yarn", 4, True)])
+def test_gradients_reach_whole_heads_and_windows(kind: str, bits: int, states: bool) -> None:
+    model = far(kind, bits, states).train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     assert all(bool(weight.grad.abs().sum() > 0) for name, weight in model.named_parameters() if "q_proj.w" in name)
 

@@ -23,7 +23,7 @@ SCORED = 64
 @pytest.fixture
 def novels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text of random letters and ends of sentences, and sizes for a tiny model."""
-    for name, value in {"SCORED": SCORED, "TEXTS": 2, "PROBES": 2}.items():
+    for name, value in {"SCORED": SCORED, "TEXTS": 1, "PROBES": 1}.items():
         monkeypatch.setattr(context, name, value)
     letters = np.random.default_rng(0).choice(list("abcdefgh ."), 2000)
     np.save(tmp_path / "novels.npy", np.asarray(tiny_tokenizer()("".join(letters))["input_ids"], dtype=np.uint16))
@@ -55,7 +55,9 @@ def test_a_row_for_the_teacher_and_for_every_kind_of_positions(
     monkeypatch.setattr(output_files, "layer_error_plot", lambda layers, path: path.write_bytes(b""))
     teacher, out = teacher_folder(tmp_path / "teacher", "llama", max_position_embeddings=256), tmp_path / "rows.json"
     converted = tmp_path / "converted"
-    tiny_conversion(teacher, converted, layers=None, keep="every:2", mixer="window", cache_bits=4, context="1536")
+    tiny_conversion(
+        teacher, converted, layers=None, keep="every:2", mixer="gated_deltanet+window", cache_bits=4, context="1536"
+    )
     context.main(str(teacher), converted, novels, out, [f"trained={teacher}"], limit=2)
     head = json.loads(out.read_text())
     rows = {row.pop("model"): row for row in head["rows"]}

@@ -144,8 +144,13 @@ def test_stages_without_anything_to_train_are_one_clear_error(workplace: Path, t
         assert not (tmp_path / "run").exists()
 
 
-def test_a_student_that_reads_further_is_trained_beyond_its_teachers_positions(tmp_path: Path) -> None:
-    workplace = make_workplace(tmp_path, mixer="window", window=40)
+@pytest.mark.parametrize(
+    "layer", [{"mixer": "window", "window": 40}, {"mixer": "gated_deltanet+window", "window": 33}], ids=str
+)
+def test_a_student_that_reads_further_is_trained_beyond_its_teachers_positions(
+    tmp_path: Path, layer: dict[str, Any]
+) -> None:
+    workplace = make_workplace(tmp_path, **layer)
     file = workplace / "student" / "config.json"
     config = json.loads(file.read_text())
     config["deltanet"]["positions"] = {"kind": "yarn", "teacher": 256, "context": 512}

@@ -213,7 +213,8 @@ def _positions_note(positions: dict[str, Any] | None) -> str:
         return ""
     far = FarPositions.from_dict(positions)
     return f""" It reads {far.context:,} tokens, the teacher {far.teacher:,}:
-full-attention heads have {far.title}, windows the teacher's positions, and sinks are seen from a bounded one."""
+full-attention heads have {far.title}, windows and states the teacher's positions, and sinks are seen from a bounded
+one."""
 
 
 def _bits_note(bits: int) -> str:

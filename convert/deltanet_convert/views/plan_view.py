@@ -88,7 +88,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if (positions := plan.positions) is not None:
         console.print(
             f"Reads {positions.context:,} tokens, the teacher {positions.teacher:,}: full-attention heads have "
-            f"{positions.title}, windows the teacher's positions",
+            f"{positions.title}, windows and states the teacher's positions",
             highlight=False,
         )
 

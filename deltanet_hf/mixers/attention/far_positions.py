@@ -52,7 +52,8 @@ def window_angles(
         longest = cache.longest
     # The host does not know how long texts are in static caches.
     unknown = longest is None or isinstance(longest, Tensor)
-    is_beyond = bound is not None and (unknown or longest + length > bound)
+    # A teacher's angles, by which layers are fitted and aligned, have no way back.
+    is_beyond = bound is not None and len(angles) > 2 and (unknown or longest + length > bound)
     return (angles[0], angles[1]), (angles[4], angles[5]) if is_beyond else None
 
 

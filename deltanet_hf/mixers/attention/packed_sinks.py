@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.attention.sinks_apart import Scores, turned, with_sinks
+from deltanet_hf.mixers.attention.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import round_tokens
+from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.packed_cache.calls import RoundTokensCall
 from deltanet_kernels.packed_cache.layout import SINKS, tokens_of
 
@@ -26,18 +26,24 @@ class TurnedSinks(QuantisedKVCache):
     """
 
     def __init__(self, spec: QuantisedCacheSpec, *more: Any, turn: tuple[Tensor, Tensor], **named: Any) -> None:
-        super().__init__(replace(spec, sinks=0), *more, **named)
-        assert spec.window is not None
-        self._window, self._sinks, self._turn = spec.window, spec.sinks, turn
+        super().__init__(spec, *more, **named)
+        self._turn = turn
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """As in the base class."""
+        if self._padding is None and self.state and q.shape[1] == 1:
+            return super().attend(q, k, v, scale, softcap)  # by `step`
         tokens = Tokens.of(len(q), q.shape[1], self._padding, None, self.state.get("count"), q.device)
+        spec, self.spec = self.spec, replace(self.spec, sinks=0)
+        assert spec.window is not None
         near, lse = super().attend(q, k, v, scale, softcap)
-        keys, values = self._first(k, v)
-        sinks = torch.arange(1, keys.shape[1] + 1, device=q.device)
-        seen = (tokens.numbers.unsqueeze(2) - sinks >= self._window) & (sinks <= self._sinks)
+        keys, values = (x[:, : spec.sinks] for x in self._first(k, v))
+        seen = leaves_out(tokens.numbers, keys.shape[1], spec.window, spec.edge)
         return with_sinks(near, lse, turned(q, self._turn), keys, values, seen, Scores(scale, softcap))
+
+    def step(self, *call: Any, turn: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """As in the base class."""
+        return super().step(*call, turn=self._turn)
 
     def _first(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the first tokens [B, S, HK, D], in 8 bits."""

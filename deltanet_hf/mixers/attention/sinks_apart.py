@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltanet_kernels.common.rotation import rotate
-
 
 @dataclass  # not frozen: torch.compile in torch 2.11 cannot call an instance of a frozen data class
 class Scores:
@@ -29,9 +27,16 @@ class Scores:
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
 
-def turned(q: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries [B, T, HQ, D] turned on by cos and sin [B or 1, T, R], in float32 at least."""
-    return rotate(q.to(torch.promote_types(q.dtype, torch.float32)), *turn).to(q.dtype)
+def leaves_out(numbers: Tensor, sinks: int, window: int, edge: int = 1) -> Tensor:
+    """[B or 1, T, S] bool: the sinks that lie before the windows of tokens.
+
+    Args:
+        numbers: of the tokens in their sequences [B or 1, T], from 1; 0 for padding.
+        sinks: S.
+        window, edge: as for `window_attention`.
+    """
+    begin = (numbers - 1) // edge * edge + 1
+    return begin.unsqueeze(2) - torch.arange(1, sinks + 1, device=numbers.device) >= window
 
 
 def with_sinks(

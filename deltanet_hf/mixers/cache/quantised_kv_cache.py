@@ -166,10 +166,11 @@ class QuantisedKVCache:
         softcap: float | None,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
+        turn: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> tuple[Tensor, Tensor]:
         """`attend` of one further token without padding or gradients.
 
-        With cos and sin [B or 1, 1, R], q and k are rotated first.
+        With cos and sin [B or 1, 1, R], q and k are rotated first; with `turn`, queries turn on before they meet sinks.
         """
         spec, state = self.spec, self.state
         if not self._in_place:
@@ -179,7 +180,7 @@ class QuantisedKVCache:
         self.state = state
         reach = spec.window, spec.sinks, spec.family_window
         places = self._state_indices, self._pages
-        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge)
+        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge, *turn)
         return packed_step_.unchecked(call)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from deltanet_hf.mixers.attention.far_positions import Angles, window_angles
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.delayed_state import (
     as_waiting,
@@ -27,7 +28,6 @@ from deltanet_hf.mixers.layer.delayed_state import (
 )
 from deltanet_hf.mixers.layer.delayed_window import Leaving, leaving
 from deltanet_hf.mixers.layer.layer_call import LayerCall, MixCall, Projected
-from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.token_order import padding_last, reordered
 from deltanet_kernels import round_state
 from deltanet_kernels.group_rule.calls import RoundStateCall
@@ -41,7 +41,7 @@ SCALE = "state_scale"
 def delayed(
     mixer: Mixer,
     projected: Projected,
-    position_embeddings: PositionEmbeddings | None,
+    position_embeddings: Angles | None,
     call: LayerCall,
 ) -> tuple[Tensor, State]:
     """As `Mixer.attend`."""
@@ -49,7 +49,8 @@ def delayed(
     if call.padding is not None and call.state is None and not call.keep_state:
         # Behind the tokens of its row, padding changes nothing.
         order, place = padding_last(call.padding.expand(x.shape[:2]))
-        rows = (part if part is None else part.expand(len(x), -1, -1) for part in position_embeddings or (None, None))
+        angles = (position_embeddings or (None, None))[:6]  # a seventh tensor is for whole heads
+        rows = (part if part is None else part.expand(len(x), -1, -1) for part in angles)
         turned = tuple(None if part is None else reordered(part, order) for part in rows)
         moved = Projected(*(None if part is None else reordered(part, order) for part in projected))  # type: ignore[arg-type]
         output, _ = delayed(mixer, moved, None if position_embeddings is None else turned, replace(call, padding=None))  # type: ignore[arg-type]
@@ -58,8 +59,12 @@ def delayed(
     assert branch is not None
     assert projected.mixing_logits is not None
     tokens, gates = branch.tokens(x, call), tuple(map(as_waiting, mixer.gates(projected, call.padding)))
-    q, k, v = mixer.window_inputs(projected, position_embeddings)
-    left = leaving(branch, q, k, v, call, tokens)
+    # Beyond the teacher's positions, too, the state keeps the rotation: it shows distances alone, and the gates forget.
+    own, turn = None, None
+    if position_embeddings is not None:
+        own, turn = window_angles(position_embeddings, mixer.sink_bound, call.cache, x.shape[1])
+    q, k, v = mixer.window_inputs(projected, own)
+    left = leaving(branch, q, k, v, call, tokens, turn)
     kept = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
     numbers = kept.numbers.long().expand(len(x), -1) - 1
     reads, state = _recalled(mixer, q, left, gates, call, numbers)

@@ -11,17 +11,20 @@ Shapes: B batch, T tokens of the call, HQ and HK query and key/value heads, D he
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.cache.fake_quantisation import as_kept, quantised_attention, straight_through
+from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
+from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.token_order import placed
 from deltanet_kernels import pack_prompt, round_tokens
@@ -50,21 +53,40 @@ class Leaving(NamedTuple):
     state: State  # the window's part of the new state; empty unless it is kept
 
 
-def leaving(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> Leaving:
-    """The window of a call, of q [B, T, HQ, D] and k, v [B, T, HK, D] as softmax attention sees them."""
+def leaving(
+    branch: WindowBranch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: LayerCall,
+    tokens: Tokens,
+    turn: PositionEmbeddings | None,
+) -> Leaving:
+    """The window of a call, of q [B, T, HQ, D] and k, v [B, T, HK, D] as softmax attention sees them.
+
+    With `turn`, sinks outside of the window are seen as `WindowBranch.with_sinks` says.
+    """
     if call.state is None and call.padding is None:
-        return _rows(branch, q, k, v, call, tokens)
+        return _rows(branch, q, k, v, call, tokens, turn)
     own = {} if call.state is None else {name: call.state[name] for name in branch.state_names}
     count = own["count"].long() if own else q.new_zeros(len(q), dtype=torch.long)
     base = ((count - 1).clamp_min(0) // branch.edge - branch.groups).clamp_min(0)
     one = q.shape[1] == 1 and own and call.padding is None and branch.groups > 0
     forms = (_packed_step, _packed_part) if branch.cache_bits < 16 else (_step, _part)
-    return forms[0 if one else 1](branch, q, k, v, call, tokens, own, base)
+    return forms[0 if one else 1](branch, q, k, v, call, tokens, turn, own, base)
 
 
-def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> Leaving:
+def _rows(
+    branch: WindowBranch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: LayerCall,
+    tokens: Tokens,
+    turn: PositionEmbeddings | None,
+) -> Leaving:
     if branch.cache_bits == 16 or call.cu_seqlens is not None:
-        window_output, lse = branch.attend(q, k, v, call.cu_seqlens)
+        window_output, lse = branch.attend(q, k, v, call.cu_seqlens, turn)
         state: State = {}
         if call.keep_state:
             own = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
@@ -82,17 +104,23 @@ def _rows(branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall
         state = dict(zip(NAMES, cache.tensors, strict=True))
     else:
         k, v, seen = as_kept(k, v, branch.cache_bits, order)
-    held = branch.scale, branch.cache_bits, branch.softcap
-    window_output, lse = quantised_attention(q, k, v, branch.window, branch.sinks, *held, seen, edge=branch.edge)
-    window_output, lse = with_learned_sinks(window_output, lse, branch.learned_sinks)
+    window_output, lse = branch.attend_rounded(q, k, v, seen, turn)
     keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
     return Leaving(window_output, lse, keys, values, None, state)
 
 
 def _packed_part(
-    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+    branch: WindowBranch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: LayerCall,
+    tokens: Tokens,
+    turn: PositionEmbeddings | None,
+    own: State,
+    base: Tensor,
 ) -> Leaving:
-    packed = QuantisedKVCache(branch.cache_spec, own, call.padding)
+    packed = _held(branch, own, call.padding, turn)
     old = packed.cache_before(k)
     window_output, lse = packed.attend(q, k, v, branch.scale, branch.softcap)
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
@@ -102,9 +130,17 @@ def _packed_part(
 
 
 def _packed_step(
-    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+    branch: WindowBranch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: LayerCall,
+    tokens: Tokens,
+    turn: PositionEmbeddings | None,
+    own: State,
+    base: Tensor,
 ) -> Leaving:
-    packed, keys, values = QuantisedKVCache(branch.cache_spec, own, None), None, None
+    packed, keys, values = _held(branch, own, None, turn), None, None
     if not _nothing_leaves(branch, own["count"]):
         leaves = packed.cache_before(k).group(base % branch.groups, k.dtype)  # before the step packs another over it
         keys, values = (_and_another(x.transpose(1, 2)) for x in leaves)
@@ -113,11 +149,19 @@ def _packed_step(
 
 
 def _part(
-    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+    branch: WindowBranch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: LayerCall,
+    tokens: Tokens,
+    turn: PositionEmbeddings | None,
+    own: State,
+    base: Tensor,
 ) -> Leaving:
     sink_cache = SinkCache(branch.places, branch.sinks, own, tokens)
     keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
-    window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache.seen)
+    window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache, turn)
     length = branch.places + -(-q.shape[1] // branch.edge) * branch.edge
     first = (base * branch.edge)[:, None]
     numbers = sink_cache.seen.numbers.long().expand(len(q), -1)
@@ -127,7 +171,15 @@ def _part(
 
 
 def _step(
-    branch: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens, own: State, base: Tensor
+    branch: WindowBranch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: LayerCall,
+    tokens: Tokens,
+    turn: PositionEmbeddings | None,
+    own: State,
+    base: Tensor,
 ) -> Leaving:
     left_keys = left_values = None
     if not _nothing_leaves(branch, own["count"]):
@@ -138,16 +190,32 @@ def _step(
         )
     sink_cache = SinkCache(branch.places, branch.sinks, own, tokens)
     keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
-    window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache.seen)
+    window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache, turn)
     return Leaving(window_output, lse, left_keys, left_values, base, sink_cache.state)
 
 
+def _held(
+    branch: WindowBranch, own: State, padding: Tensor | None, turn: PositionEmbeddings | None
+) -> QuantisedKVCache:
+    kind = QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn)
+    return kind(branch.cache_spec, own, padding)
+
+
 def _attend(
-    branch: WindowBranch, q: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, seen: Tokens
+    branch: WindowBranch,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tokens,
+    held: SinkCache,
+    turn: PositionEmbeddings | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, T, HQ, D] to keys and values [B, HK, S, D] with these numbers."""
-    mask = tokens.sees(seen, branch.window, branch.sinks, None, branch.edge).unsqueeze(1)
+    """Attention of q [B, T, HQ, D] to keys and values [B, HK, S, D], which `held` has taken."""
+    mask = tokens.sees(held.seen, branch.window, branch.sinks if turn is None else 0, None, branch.edge).unsqueeze(1)
     window_output, lse = attention(q.float(), keys.float(), values.float(), mask, branch.scale, branch.softcap)
+    if turn is not None:
+        sinks = (held.state[name].transpose(1, 2) for name in ("keys", "values"))
+        window_output, lse = branch.with_sinks(window_output, lse, q, *sinks, tokens.numbers, turn)
     return with_learned_sinks(window_output.to(values.dtype), lse, branch.learned_sinks)
 
 

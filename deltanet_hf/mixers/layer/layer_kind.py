@@ -136,6 +136,11 @@ class LayerKind:
         """The window that it has in place of softmax attention to all tokens, or beside its state; None without one."""
         return None
 
+    @property
+    def sink_reach(self) -> int:
+        """Tokens of a text all of whose sinks are in the window of the last one, at most; of kinds with a window."""
+        raise NotImplementedError
+
     def use_window(self, tokens: int) -> None:
         """Give the window that it has in place of softmax attention another length; other kinds stay as they are."""
 

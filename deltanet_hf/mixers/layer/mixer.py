@@ -64,6 +64,7 @@ class Mixer(LayerKind, nn.Module):
     may_delay: ClassVar[bool] = True
     """Whether the rule can have a state of what has left the window: a token writes its own key and value once, and the
     read depends on query and state alone."""
+    sink_bound: int | None = None  # as in `WindowAttention`
 
     def __init__(self, shape: AttentionShape, settings: MixerProjections, layer_idx: int) -> None:
         super().__init__()
@@ -122,6 +123,15 @@ class Mixer(LayerKind, nn.Module):
     @property
     def window_tokens(self) -> int | None:
         return None if self.window_branch is None else self.window_branch.window
+
+    @property
+    def reads_further(self) -> bool:  # type: ignore[override]
+        return self.delays
+
+    @property
+    def sink_reach(self) -> int:
+        assert self.window_branch is not None
+        return self.window_branch.places + self.window_branch.sinks
 
     # What a subclass says.
 

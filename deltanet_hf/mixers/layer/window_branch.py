@@ -18,12 +18,14 @@ Shapes: B batch, T tokens of a call, HQ query heads, HK key/value heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.attention.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED_ROWS, QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
@@ -31,10 +33,12 @@ from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens, window_shapes
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
+from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.packed_cache.layout import SINKS
 from deltanet_kernels.window.cpu import attention
@@ -224,20 +228,69 @@ class WindowBranch(Part):
         begin = (numbers - 1) // self.edge * self.edge + 1 - self.window
         return (seen - numbers + begin - self.sinks).clamp_min(0)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attention within a call: w [B, T, HQ, D] and log Z [B, T, HQ] float32."""
-        shape = q.shape
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, turn: PositionEmbeddings | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention within a call: w [B, T, HQ, D] and log Z [B, T, HQ] float32; `turn`, in 16 bits, as in
+        `with_sinks`."""
+        shape, rows = q.shape, (q, k, v)
         if cu_seqlens is not None:
-            q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
+            q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in rows)
         if self.cache_bits < 16:
             if cu_seqlens is not None:
                 raise ValueError(PACKED_ROWS)
             rest = self.scale, self.cache_bits, self.softcap, None, self.cache_spec.key_order
             window_output, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
         else:
-            reach = self.window, self.sinks
+            reach = self.window, self.sinks if turn is None else 0
             window_output, lse = window_attention(q, k, v, *reach, self.scale, cu_seqlens, self.softcap, edge=self.edge)
-        return with_learned_sinks(window_output.view(shape), lse.view(shape[:3]), self.learned_sinks)
+        window_output, lse = window_output.view(shape), lse.view(shape[:3])
+        if turn is not None:
+            numbers = Tokens.of(*shape[:2], None, cu_seqlens, None, q.device).numbers
+            window_output, lse = self.with_sinks(window_output, lse, *rows, numbers, turn, cu_seqlens is not None)
+        return with_learned_sinks(window_output, lse, self.learned_sinks)
+
+    def attend_rounded(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Tensor], turn: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, of whole rows whose k and v are rounded, and `seen` as later groups see them (`as_kept`)."""
+        reach = self.window, self.sinks if turn is None else 0
+        held = self.scale, self.cache_bits, self.softcap
+        window_output, lse = quantised_attention(q, k, v, *reach, *held, seen, edge=self.edge)
+        if turn is not None:
+            numbers = torch.arange(1, q.shape[1] + 1, device=q.device)[None]
+            window_output, lse = self.with_sinks(window_output, lse, q, k, v, numbers, turn)
+        return with_learned_sinks(window_output, lse, self.learned_sinks)
+
+    def with_sinks(
+        self,
+        near: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        numbers: Tensor,
+        turn: PositionEmbeddings,
+        packed: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds the sinks outside of the window to the attention of the window alone (`attention/sinks_apart.py`).
+
+        Args:
+            near, lse: that attention [B, T, HQ, D] and its log-sum-exp [B, T, HQ].
+            q: [B, T, HQ, D].
+            k, v: [B, N, HK, D], the sinks of a row first; or of all tokens of sequences that are packed.
+            numbers: of the queries in their sequences, [B, T] or [1, T], from 1.
+            turn: cos and sin [B or 1, T, R] by which queries turn before they meet sinks.
+            packed: whether rows hold several sequences.
+        """
+        if packed:
+            place = torch.arange(numbers.numel(), device=q.device).view_as(numbers) - numbers + 1
+            place = place.unsqueeze(-1) + torch.arange(self.sinks, device=q.device)
+            k, v = (x.flatten(0, 1)[place.clamp(max=numbers.numel() - 1)] for x in (k, v))
+        else:
+            k, v = k[:, : self.sinks], v[:, : self.sinks]
+        seen = leaves_out(numbers, k.shape[-3], self.window, self.edge)
+        return with_sinks(near, lse, turned(q, turn), k, v, seen, Scores(self.scale, self.softcap))
 
     def _attend_kept(
         self, q: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, seen: Tokens

@@ -12,3 +12,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos.unsqueeze(2) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(2)
     return torch.cat([turned.to(x.dtype), rest], dim=-1) if rest.shape[-1] else turned.to(x.dtype)
+
+
+def turned(q: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Queries [B, T, HQ, D] that are rotated, turned on by cos and sin [B or 1, T, R], in float32 at least."""
+    return rotate(q.to(torch.promote_types(q.dtype, torch.float32)), *turn).to(q.dtype)

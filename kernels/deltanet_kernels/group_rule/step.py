@@ -50,7 +50,7 @@ def group_step_op_(call: GroupStepCall) -> Tensor:
         ROPE_ROWS=cos is not None and cos.shape[0] > 1, LIMIT=call.max_strength, PAIRS=in_pairs(cache.bits, q),
         COUNT_BITS=COUNT_BITS, num_warps=warps,
     )  # fmt: skip
-    parts, weights = span_parts(token.attention._replace(q=turned.view(B, HQ, 1, D)), state_indices, pages)
+    parts, weights = span_parts(token._replace(q=turned).attention, state_indices, pages)
     z, z_row = (None, 0) if z is None else rows(z)
     o = token.q.new_empty(token.q.shape)
     launch(

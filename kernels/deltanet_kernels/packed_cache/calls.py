@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
 
 EVERYTHING = 2**30  # as a window: more tokens than there are
@@ -32,6 +33,8 @@ class PackedAttentionCall(NamedTuple):
         scale: factor of the scores, D**-0.5 by default.
         softcap: the scores s become softcap * tanh(s / softcap).
         edge: as for `window_attention`.
+        first_q: the queries that the first four tokens meet, once they are not of the last token's group of 32; q by
+            default.
 
     Returns:
         o [B, HQ, 1, D] in the dtype of q, and the log-sum-exp of the scores [B, HQ], float32 at least.
@@ -49,6 +52,7 @@ class PackedAttentionCall(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     edge: int = 1
+    first_q: Tensor | None = None
 
     @property
     def reach(self) -> tuple[int, int, int]:
@@ -79,6 +83,8 @@ class PackedStepCall(NamedTuple):
         pages: [B, M] int32, only with indices: the rows of the packed tensors (the first four) that hold each sequence,
             N groups a row. Group g is in the place g % (M N) of them, counted through the M rows. By default M = 1 and
             the row is the index.
+        turn_cos, turn_sin: [B, 1, R] or [1, 1, R], by which rotated queries turn on before they meet the first four
+            tokens (`first_q` of `packed_attention`).
 
     Returns:
         o [B, 1, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, 1, HQ], float32 at least.
@@ -102,6 +108,8 @@ class PackedStepCall(NamedTuple):
     state_indices: Tensor | None = None
     pages: Tensor | None = None
     edge: int = 1
+    turn_cos: Tensor | None = None
+    turn_sin: Tensor | None = None
 
     @property
     def packed_rows(self) -> Tensor | None:
@@ -111,7 +119,10 @@ class PackedStepCall(NamedTuple):
     @property
     def attention(self) -> PackedAttentionCall:
         """The attention to a cache that holds the token, of queries [B, HQ, 1, D] that are rotated already."""
-        return PackedAttentionCall(self.q.transpose(1, 2), *self[3:9], self.edge)
+        first_q = None
+        if self.turn_cos is not None and self.turn_sin is not None:
+            first_q = turned(self.q, (self.turn_cos, self.turn_sin)).transpose(1, 2)
+        return PackedAttentionCall(self.q.transpose(1, 2), *self[3:9], self.edge, first_q)
 
 
 class RoundTokensCall(NamedTuple):

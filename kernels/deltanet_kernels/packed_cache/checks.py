@@ -38,6 +38,9 @@ def _check_attention(call: PackedAttentionCall, rows: int) -> None:
     held = call.cache.keys
     _check_order(call.cache.key_order, call.cache.bits, held)
     _check_queries(call.q, (rows, call.q.shape[1], 1, held.shape[3]), 1, "[B, HQ, 1, D] of the cache", call)
+    if call.first_q is not None:
+        _check_like("first_q", call.first_q, call.q)
+        require_shape("first_q", call.first_q, tuple(call.q.shape), "the shape of q")
 
 
 def _check_queries(
@@ -68,6 +71,7 @@ def check_packed_step(call: PackedStepCall) -> None:
         _check_like(name, x, call.q)
         require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
     check_rotation(call.cos, call.sin, B, 1, D, call.q.device)
+    check_rotation(call.turn_cos, call.turn_sin, B, 1, D, call.q.device)
     _check_attention(call.attention, B)
     refuse_gradients("packed_step_", "window_attention", *call[:3], *call.cache.tensors)
 

@@ -185,7 +185,7 @@ def _is_seen(i, j, window, sinks, limit, EDGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
 def packed_span_kernel(
-    q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
+    q, first_q, key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
     state_indices, pages, parts, weights, factor, groups, span, spans, window, sinks, limit,
     PLACES: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
@@ -234,6 +234,10 @@ def packed_span_kernel(
             v = load_tokens(values, token_scales, e, seen, True, 16, D).to(q_MD.dtype)
             seen = seen & _is_seen(i, j, window, sinks, limit, EDGE)
             s = tl.dot(q_MD, tl.trans(k), input_precision=PRECISION)
+            if first_q is not None:
+                first_MD = tl.load(first_q + at_q * D + d[None, :], mask=m_q, other=0.0)
+                first = tl.dot(first_MD, tl.trans(k), input_precision=PRECISION)
+                s = tl.where((e < SINKS)[None, :], first, s)
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     else:

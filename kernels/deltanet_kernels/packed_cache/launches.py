@@ -90,7 +90,8 @@ def _fake_attention(call: PackedAttentionCall):
 @operator(_fake_attention)
 def packed_attention_op(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
-    return _attend(call._replace(q=call.q.contiguous()))
+    first_q = None if call.first_q is None else call.first_q.contiguous()
+    return _attend(call._replace(q=call.q.contiguous(), first_q=first_q))
 
 
 def places_of(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
@@ -117,7 +118,7 @@ def span_parts(
     weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device)
     launch(
         packed_span_kernel, B * HK * spans,
-        q, *cache, state_indices, pages, parts, weights,
+        q, call.first_q, *cache, state_indices, pages, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
         PLACES=places_of(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)),
         CAP=softcap, PAIRS=in_pairs(bits, q), STAGES=stages,
@@ -178,7 +179,7 @@ def packed_step_op_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip
-    o, lse = _attend(call.attention._replace(q=turned.view(B, HQ, 1, D)), state_indices, pages)
+    o, lse = _attend(call._replace(q=turned).attention, state_indices, pages)
     return o.view(B, 1, HQ, D), lse.view(B, 1, HQ)
 
 

@@ -56,7 +56,11 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
     keys = torch.addcmul(low, codes, scale, out=codes).view(heads, N * GROUP, D)
     near_keys, near_values = (x.view(heads, SINKS + GROUP, D) for x in tokens_of(cache, wide))
     far_q = in_stored_order(by_places(q.view(B, HK, R, D), cache.key_order).view(q.shape), bits)
-    scores = torch.cat([far_q @ keys.mT, q @ near_keys.mT], dim=2)
+    near_scores = q @ near_keys.mT
+    if call.first_q is not None:
+        first_q = call.first_q.reshape(q.shape).to(wide) * call.factor
+        near_scores = torch.cat([first_q @ near_keys[:, :SINKS].mT, near_scores[..., SINKS:]], dim=2)
+    scores = torch.cat([far_q @ keys.mT, near_scores], dim=2)
     if call.softcap is not None:
         scores = call.softcap * (scores / call.softcap).tanh()
     scores.view(B, HK, R, -1).masked_fill_(_unseen(call), -torch.inf)

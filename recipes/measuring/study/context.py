@@ -48,17 +48,17 @@ def far_settings(
 
     Args:
         novels: token ids [n] of running text.
-        limit: largest number of texts and of probes of a kind; None for no limit.
+        limit: number of texts and of probes of a kind; None for `TEXTS` and `PROBES`.
     """
     if novels.size < longest:
         raise UserError(f"novels: got {novels.size:,} tokens, a text takes {longest:,}; give a longer array")
-    ends = np.linspace(longest, novels.size, min(TEXTS, limit or TEXTS)).astype(int)
+    ends = np.linspace(longest, novels.size, limit or TEXTS).astype(int)
     texts, probes = {}, {}
     for length in (longest // 4, longest // 2, longest):
         cut = torch.from_numpy(np.stack([novels[end - length : end] for end in ends]))
         texts[_short(length)] = Text(with_prefix(cut, tokenizer), SCORED)
         for name, kind in KINDS.items():
-            probes[f"{name}_{_short(length)}"] = kind.probes(tokenizer, novels, length, min(PROBES, limit or PROBES))
+            probes[f"{name}_{_short(length)}"] = kind.probes(tokenizer, novels, length, limit or PROBES)
     return Settings(texts, probes=probes)
 
 
@@ -81,7 +81,9 @@ def main(
     novels: Annotated[Path, typer.Argument(help=".npy file of token ids, a text of 33k tokens or more.")],
     out: Annotated[Path, typer.Argument(help="JSON file to which rows are added; it keeps those that it has.")],
     model: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a trained model; repeatable.")] = None,
-    limit: Annotated[int | None, typer.Option(min=2, help="Largest number of texts and of probes of a kind.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Number of texts and of probes of a kind; default 8 and 20.")
+    ] = None,
 ) -> None:
     """Measure a teacher, its untrained conversions and trained models beyond its positions."""
     began, device = time.perf_counter(), chosen_device(None)
@@ -101,8 +103,8 @@ def main(
     head = {
         "command": shlex.join(["python", "-m", "measuring.study.context", *words]),
         **machine("transformers", "triton"),
-        "probes": min(PROBES, limit or PROBES),
-        "texts": min(TEXTS, limit or TEXTS),
+        "probes": limit or PROBES,
+        "texts": limit or TEXTS,
         "scored_tokens": SCORED,
     }
     fill(RowFile(out, ("model",), head), ({"model": name} for name in makers), row)
