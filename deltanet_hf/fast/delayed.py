@@ -60,7 +60,7 @@ class FastDelayedRule(FastDeltaRule):
             return self._step(projected, position_embeddings, call), state
         if call.padding is None and call.cu_seqlens is None and call.state is None:
             return self._prompt(projected, position_embeddings, call)
-        return Mixer.attend(self, projected, position_embeddings, call)
+        return Mixer.attend(self, projected, position_embeddings, call)  # type: ignore[arg-type]
 
     def _prompt(
         self, projected: Projected, position_embeddings: Angles | None, call: LayerCall

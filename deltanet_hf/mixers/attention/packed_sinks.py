@@ -25,25 +25,23 @@ class TurnedSinks(QuantisedKVCache):
         turn: cos and sin [B or 1, T, R] of the way back.
     """
 
+    turn: tuple[Tensor, Tensor]
+
     def __init__(self, spec: QuantisedCacheSpec, *more: Any, turn: tuple[Tensor, Tensor], **named: Any) -> None:
         super().__init__(spec, *more, **named)
-        self._turn = turn
+        self.turn = turn
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """As in the base class."""
         if self._padding is None and self.state and q.shape[1] == 1:
-            return super().attend(q, k, v, scale, softcap)  # by `step`
+            return super().attend(q, k, v, scale, softcap)  # by `step`, which turns queries itself
         tokens = Tokens.of(len(q), q.shape[1], self._padding, None, self.state.get("count"), q.device)
         spec, self.spec = self.spec, replace(self.spec, sinks=0)
         assert spec.window is not None
         near, lse = super().attend(q, k, v, scale, softcap)
         keys, values = (x[:, : spec.sinks] for x in self._first(k, v))
         seen = leaves_out(tokens.numbers, keys.shape[1], spec.window, spec.edge)
-        return with_sinks(near, lse, turned(q, self._turn), keys, values, seen, Scores(scale, softcap))
-
-    def step(self, *call: Any, turn: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """As in the base class."""
-        return super().step(*call, turn=self._turn)
+        return with_sinks(near, lse, turned(q, self.turn), keys, values, seen, Scores(scale, softcap))
 
     def _first(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the first tokens [B, S, HK, D], in 8 bits."""

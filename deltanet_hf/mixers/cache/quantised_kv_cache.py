@@ -69,6 +69,9 @@ class QuantisedKVCache:
     `state` is that after the call, once `attend` has been called.
     """
 
+    turn: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    """The `turn_cos` and `turn_sin` of a step (`TurnedSinks`)."""
+
     def __init__(
         self,
         spec: QuantisedCacheSpec,
@@ -166,11 +169,10 @@ class QuantisedKVCache:
         softcap: float | None,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
-        turn: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> tuple[Tensor, Tensor]:
         """`attend` of one further token without padding or gradients.
 
-        With cos and sin [B or 1, 1, R], q and k are rotated first; with `turn`, queries turn on before they meet sinks.
+        With cos and sin [B or 1, 1, R], q and k are rotated first.
         """
         spec, state = self.spec, self.state
         if not self._in_place:
@@ -180,7 +182,7 @@ class QuantisedKVCache:
         self.state = state
         reach = spec.window, spec.sinks, spec.family_window
         places = self._state_indices, self._pages
-        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge, *turn)
+        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge, *self.turn)
         return packed_step_.unchecked(call)
 
 

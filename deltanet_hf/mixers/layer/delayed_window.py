@@ -214,8 +214,8 @@ def _attend(
     mask = tokens.sees(held.seen, branch.window, branch.sinks if turn is None else 0, None, branch.edge).unsqueeze(1)
     window_output, lse = attention(q.float(), keys.float(), values.float(), mask, branch.scale, branch.softcap)
     if turn is not None:
-        sinks = (held.state[name].transpose(1, 2) for name in ("keys", "values"))
-        window_output, lse = branch.with_sinks(window_output, lse, q, *sinks, tokens.numbers, turn)
+        k, v = (held.state[name].transpose(1, 2) for name in ("keys", "values"))
+        window_output, lse = branch.with_sinks(window_output, lse, q, k, v, tokens.numbers, turn)
     return with_learned_sinks(window_output.to(values.dtype), lse, branch.learned_sinks)
 
 

@@ -246,7 +246,7 @@ class WindowBranch(Part):
             window_output, lse = window_attention(q, k, v, *reach, self.scale, cu_seqlens, self.softcap, edge=self.edge)
         window_output, lse = window_output.view(shape), lse.view(shape[:3])
         if turn is not None:
-            numbers = Tokens.of(*shape[:2], None, cu_seqlens, None, q.device).numbers
+            numbers = Tokens.of(shape[0], shape[1], None, cu_seqlens, None, q.device).numbers
             window_output, lse = self.with_sinks(window_output, lse, *rows, numbers, turn, cu_seqlens is not None)
         return with_learned_sinks(window_output, lse, self.learned_sinks)
 
@@ -254,9 +254,9 @@ class WindowBranch(Part):
         self, q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Tensor], turn: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, of whole rows whose k and v are rounded, and `seen` as later groups see them (`as_kept`)."""
-        reach = self.window, self.sinks if turn is None else 0
-        held = self.scale, self.cache_bits, self.softcap
-        window_output, lse = quantised_attention(q, k, v, *reach, *held, seen, edge=self.edge)
+        rest = self.scale, self.cache_bits, self.softcap, seen
+        sinks = self.sinks if turn is None else 0
+        window_output, lse = quantised_attention(q, k, v, self.window, sinks, *rest, edge=self.edge)
         if turn is not None:
             numbers = torch.arange(1, q.shape[1] + 1, device=q.device)[None]
             window_output, lse = self.with_sinks(window_output, lse, q, k, v, numbers, turn)
