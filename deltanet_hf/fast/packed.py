@@ -189,7 +189,7 @@ def _mixed(
 ) -> Tensor:
     """Window and state of one kind of heads, as `_attended`."""
     call = LayerCall(cache, None, None, None, prompt_length)
-    return branch.attended(branch.projected(x, outputs), angles, call)
+    return branch.attended(branch.projected(x, outputs), angles, call)  # type: ignore[arg-type]
 
 
 def _attended(
