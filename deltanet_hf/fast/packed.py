@@ -21,12 +21,13 @@ from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.fast.parts import FastNorm, MergedProjection
 from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.fast.two_streams import two_streams
-from deltanet_hf.mixers.attention.far_positions import Angles, FarSoftmax, whole_angles, window_angles
-from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
+from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
+from deltanet_hf.mixers.cache.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.angles import Angles, whole_angles, window_angles
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from deltanet_hf.mixers.attention.far_positions import Angles, window_angles
 from deltanet_hf.mixers.attention.packed_softmax import call_packed
 from deltanet_hf.mixers.attention.paired_class import behind, paired_class, require_own_forward
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
@@ -31,6 +30,7 @@ from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens, window_shapes
+from deltanet_hf.mixers.layer.angles import Angles, window_angles
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -69,7 +69,7 @@ class WindowAttention(LayerKind):
     settings: WindowSettings
     layer_idx: int
     cache_bits: int = 16
-    sink_bound: int | None = None  # the furthest position from which sinks are seen (`attention/far_positions.py`)
+    sink_bound: int | None = None  # the furthest position from which sinks are seen (`layer/angles.py`)
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> WindowSettings:

@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
-from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.attention.paired_class import behind, paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS, QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import PackedCacheLayer, QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from deltanet_hf.mixers.attention.sinks_apart import Scores, with_sinks
+from deltanet_hf.mixers.cache.sinks_apart import Scores, with_sinks
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.attention.far_positions import Angles, window_angles
 from deltanet_hf.mixers.cache.state import State, TensorShape
+from deltanet_hf.mixers.layer.angles import Angles, window_angles
 from deltanet_hf.mixers.layer.delayed_state import (
     as_waiting,
     by_number,

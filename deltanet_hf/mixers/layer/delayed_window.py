@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.attention.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
+from deltanet_hf.mixers.cache.packed_sinks import TurnedSinks
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import State

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.attention.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED_ROWS, QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens, window_shapes
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape, MixerProjections
@@ -273,7 +273,7 @@ class WindowBranch(Part):
         turn: PositionEmbeddings,
         packed: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Adds the sinks outside of the window to the attention of the window alone (`attention/sinks_apart.py`).
+        """Adds the sinks outside of the window to the attention of the window alone (`cache/sinks_apart.py`).
 
         Args:
             near, lse: that attention [B, T, HQ, D] and its log-sum-exp [B, T, HQ].

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from deltanet_hf.mixers.attention.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import round_tokens
 from deltanet_kernels.common.rotation import turned
