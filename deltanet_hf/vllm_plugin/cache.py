@@ -1,4 +1,8 @@
-"""The parts of vLLM's cache that converted layers use: a page per state, or pages of tokens."""
+"""The parts of vLLM's cache that converted layers use: a page per state, or pages of tokens.
+
+All pages of vLLM's have one size. So where layers keep little, several share a part of the cache (`share_pages`): one
+of them is the host, by whose name vLLM knows it, and the others take that name.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.vllm_plugin.batch import GrowingBackend, StateBackend, TokenBackend
-from deltanet_hf.vllm_plugin.pages import page_bytes, tensors_in
+from deltanet_hf.vllm_plugin.pages import page_bytes, shared, tensors_in
 
 Pages = TypeVar("Pages")
 
 
 class StatePages(MambaBase):
-    """The states of one layer, by page.
+    """The states of one layer, by page, each from byte `first` of the host's page on.
 
     Args:
         shapes: the tensors of a state.
@@ -36,15 +40,21 @@ class StatePages(MambaBase):
 
     def __init__(self, shapes: dict[str, TensorShape], name: str, vllm_config: VllmConfig) -> None:
         self.shapes, self.name = shapes, name
-        self.page_bytes = page_bytes(shapes)  # `set_page_bytes` makes it the model's largest
+        self.size = self.page_bytes = page_bytes(shapes)  # `share_pages` makes the pages of hosts the largest
+        self.host, self.first = self, 0
         self._tensors: tuple[Any, State] = None, {}
         vllm_config.compilation_config.static_forward_context[name] = self
 
     @property
+    def _own(self) -> Tensor:
+        """[pages, bytes] int8."""
+        return self.host.kv_cache[0][:, self.first : self.first + self.size]
+
+    @property
     def tensors(self) -> State:
         """The tensors of all pages, each beginning with the pages."""
-        if self._tensors[0] is not self.kv_cache:
-            self._tensors = self.kv_cache, tensors_in(self.kv_cache[0], self.shapes)
+        if self._tensors[0] is not self.host.kv_cache:
+            self._tensors = self.host.kv_cache, tensors_in(self._own, self.shapes)
         return self._tensors[1]
 
     def load(self, pages: Tensor) -> State:
@@ -57,14 +67,13 @@ class StatePages(MambaBase):
             tensor[pages] = state[name].to(tensor.dtype)
 
     def copy(self, before: Tensor, after: Tensor) -> None:
-        """Put what the pages `before` [B] hold into the pages `after` [B]."""
-        pages = self.kv_cache[0]
+        """Put the states in the pages `before` [B] into the pages `after` [B]."""
+        pages = self._own
         pages[after] = pages[before]
 
     def clear(self, pages: Tensor) -> None:
-        """Put the state before the first token into the pages."""
-        for tensor in self.tensors.values():
-            tensor[pages] = 0
+        """Put the states before the first token, of all that share them, into the pages of a host."""
+        self.kv_cache[0][pages] = 0
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -130,7 +139,7 @@ class TokenPages(AttentionLayerBase):
 
 
 class PackedPages(AttentionLayerBase):
-    """The packed groups of 32 tokens of one layer; a page holds whole groups.
+    """The packed groups of 32 tokens of one layer; a page holds whole groups, from `first` bytes per token on.
 
     Args:
         shapes: the tensors of one group of one head (`QuantisedCacheSpec.group_shapes`).
@@ -142,28 +151,28 @@ class PackedPages(AttentionLayerBase):
 
     def __init__(self, shapes: dict[str, TensorShape], heads: int, name: str, vllm_config: VllmConfig) -> None:
         self.shapes, self.heads, self.name = shapes, heads, name
+        group = heads * sum(shape.nbytes for shape in shapes.values())
+        self.size = -(-group // (2 * QuantisedCacheSpec.group_size)) * 2  # bytes per token of a sequence
+        self.host, self.first = self, 0
         self._tensors: tuple[Any, State] = None, {}
         vllm_config.compilation_config.static_forward_context[name] = self
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes per token of a sequence."""
-        return -(-self.heads * sum(shape.nbytes for shape in self.shapes.values()) // QuantisedCacheSpec.group_size)
-
-    @property
     def _groups(self) -> int:
         """Of a page."""
-        return self.kv_cache.shape[2] // QuantisedCacheSpec.group_size
+        return self.host.kv_cache.shape[2] // QuantisedCacheSpec.group_size
 
     @property
     def tensors(self) -> State:
         """The tensors of all pages, each [pages, heads, groups of a page, ...]."""
-        if self._tensors[0] is not self.kv_cache:
+        cache = self.host.kv_cache
+        if self._tensors[0] is not cache:
+            first, last = (count * cache.shape[2] for count in (self.first, self.first + self.size))
             shapes = {
                 name: TensorShape((self.heads, self._groups, *shape.shape), shape.dtype)
                 for name, shape in self.shapes.items()
             }
-            self._tensors = self.kv_cache, tensors_in(self.kv_cache.view(len(self.kv_cache), -1), shapes)
+            self._tensors = cache, tensors_in(cache.view(len(cache), -1)[:, first:last], shapes)
         return self._tensors[1]
 
     def load(self, pages: Tensor, groups: int) -> State:
@@ -198,13 +207,12 @@ class PackedPages(AttentionLayerBase):
 
 def packed_bytes(vllm_config: VllmConfig) -> int:
     """Bytes of a token in the pages of a model with packed tokens, the same in all layers; 0 for other models."""
-    most = max((cache.token_bytes for cache in _caches(vllm_config, PackedPages)), default=0)
-    return most + most % 2
+    return max((cache.size for cache in _caches(vllm_config, PackedPages)), default=0)
 
 
-def state_pages(vllm_config: VllmConfig) -> list[StatePages]:
-    """The states of all layers of the model that has been built with these settings."""
-    return _caches(vllm_config, StatePages)
+def state_page_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of a page of states of the model that has been built with these settings; 0 for one without states."""
+    return max((cache.page_bytes for cache in _caches(vllm_config, StatePages)), default=0)
 
 
 def _caches(vllm_config: VllmConfig, kind: type[Pages]) -> list[Pages]:
@@ -213,8 +221,15 @@ def _caches(vllm_config: VllmConfig, kind: type[Pages]) -> list[Pages]:
     return [cache for cache in caches if isinstance(cache, kind)]
 
 
-def set_page_bytes(vllm_config: VllmConfig) -> None:
-    """Give all layers pages of one size, as vLLM's allocator requires."""
-    caches = state_pages(vllm_config)
-    for cache in caches:
-        cache.page_bytes = max(other.page_bytes for other in caches)
+def share_pages(vllm_config: VllmConfig) -> None:
+    """Give all layers pages of one size, as vLLM's allocator requires, and as few as hold what they keep."""
+    size, known = state_page_bytes(vllm_config), vllm_config.compilation_config.static_forward_context
+    for kind in (StatePages, PackedPages):
+        caches: list[Any] = _caches(vllm_config, kind)
+        for cache, (page, first) in zip(caches, shared([cache.size for cache in caches]), strict=True):
+            cache.host, cache.first = caches[page], first
+            if cache is not cache.host:
+                del known[cache.name]
+                cache.name = cache.host.name
+    for host in _caches(vllm_config, StatePages):
+        host.page_bytes = size

@@ -135,6 +135,10 @@ class StateLayer(ServedLayer):
         super().__init__(layer, name)
         self.states = StatePages(layer.state_shapes(vllm_config.model_config.dtype), name, vllm_config)
 
+    @property
+    def leading(self) -> str:
+        return self.states.name
+
     @cached_property
     def form(self) -> Any:
         """The fast form of a mixer, or the layer itself; made once the weights have been loaded."""
@@ -144,7 +148,7 @@ class StateLayer(ServedLayer):
         return called(self.form, MixerCacheLayer(), x, position_embeddings)
 
     def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
-        pages, cache = steps[self.name].pages[: len(x)], MixerCacheLayer()
+        pages, cache = steps[self.leading].pages[: len(x)], MixerCacheLayer()
         cache.is_initialized = True
         if self.form.has_step:
             cache.state = self.states.tensors
@@ -162,10 +166,10 @@ class StateLayer(ServedLayer):
 
     def drafted(self, steps: dict[str, Step], draft: SpecTokens) -> dict[str, Step]:
         self.states.copy(draft.before, draft.after)
-        return {self.name: replace(steps[self.name], pages=draft.after)}
+        return {self.leading: replace(steps[self.leading], pages=draft.after)}
 
     def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
-        pages = steps[self.name].pages[prompts.sequences]
+        pages = steps[self.leading].pages[prompts.sequences]
         cache = cache_for(prompts, lambda: self.states.load(pages))
         output = called(self.form, cache, x, position_embeddings, cu_seq_lens_q=prompts.cu_seqlens)
         self.states.store(pages, cache.layer.state)
@@ -198,10 +202,10 @@ class PackedLayer(ServedLayer):
 
     def drafted(self, steps: dict[str, Step], draft: SpecTokens) -> dict[str, Step]:
         self.states.copy(draft.before, draft.after)
-        states, groups = steps[self.states.name], steps[self.name]
+        states, groups = steps[self.states.name], steps[self.groups.name]
         return {
             self.states.name: replace(states, pages=draft.after),
-            self.name: replace(groups, pages=groups.pages[draft.sequences]),
+            self.groups.name: replace(groups, pages=groups.pages[draft.sequences]),
         }
 
     def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:

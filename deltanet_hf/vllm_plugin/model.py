@@ -27,7 +27,7 @@ from deltanet_hf.model_types import family_type
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.cache_bits import KEY_ORDER
 from deltanet_hf.models.configurations import config_classes
-from deltanet_hf.vllm_plugin.cache import packed_bytes, set_page_bytes, state_pages
+from deltanet_hf.vllm_plugin.cache import packed_bytes, share_pages, state_page_bytes
 from deltanet_hf.vllm_plugin.checks import family_config
 from deltanet_hf.vllm_plugin.layer import ServedLayer, served
 
@@ -60,7 +60,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         for name, part in aside.items():
             _make_loadable(part)
             self._put(name, served(part, name, settings))
-        set_page_bytes(settings)
+        share_pages(settings)
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={f"{name}.": f"{name}.layer." for name in aside})
 
     def _put(self, name: str, module: nn.Module) -> None:
@@ -122,8 +122,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         vLLM makes pages of so many tokens that they hold it in the model's dtype. Packed tokens are smaller, so more of
         them have to fill a page.
         """
-        size = max((cache.page_bytes for cache in state_pages(vllm_config)), default=0)
-        packed, model = packed_bytes(vllm_config), vllm_config.model_config
+        size, packed, model = state_page_bytes(vllm_config), packed_bytes(vllm_config), vllm_config.model_config
         if packed:
             heads = model.get_num_kv_heads(vllm_config.parallel_config)
             size = -(-size // packed) * 2 * heads * model.get_head_size() * model.dtype.itemsize

@@ -335,7 +335,7 @@ def captured_steps(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapture:
         return build(self, common_prefix_len, dataclasses.replace(common_attn_metadata, max_seq_len=512))
 
     def replayed(self: Any, steps: dict[str, Any], x: torch.Tensor, angles: Any) -> torch.Tensor:
-        step, inputs = steps[self.name], [x, *(angles or ())]
+        step, inputs = steps[self.leading], [x, *(angles or ())]
         if step.prompts:
             return compute(self, steps, x, angles)
         if (self.name, step.num_decodes) not in graphs:

@@ -11,7 +11,7 @@ from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.vllm_plugin import ARCHITECTURES, register
-from deltanet_hf.vllm_plugin.pages import ALIGNMENT, page_bytes, tensors_in
+from deltanet_hf.vllm_plugin.pages import ALIGNMENT, page_bytes, shared, tensors_in
 from support.tiny_models import mixture_table, tiny_mixture
 
 SHAPES = {
@@ -64,6 +64,13 @@ def test_pages_may_be_wider_than_the_state() -> None:
     views["state"][2] = 7.0
     assert pages[2].any()
     assert not pages[[0, 1, 3]].any()
+
+
+def test_small_parts_share_pages_as_large_as_the_largest() -> None:
+    """The largest first, each in the first page with room; pages are named by the first part in them."""
+    assert shared([3, 10, 7, 4, 3]) == [(2, 7), (1, 0), (2, 0), (3, 0), (3, 4)]
+    assert shared([5, 5]) == [(0, 0), (1, 0)]
+    assert shared([]) == []
 
 
 def test_the_states_of_a_models_layers_fit_into_their_pages() -> None:
