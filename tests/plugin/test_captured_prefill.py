@@ -40,6 +40,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "states and windows in 4 bits": lambda: set_cache_bits(
         tiny_student("llama", mixer="gated_deltanet+window", window=33), 4
     ),
+    "states and windows by their own operations in 4 bits": lambda: set_cache_bits(
+        tiny_student("llama", mixer="gated_deltanet+window", window=33, k_offset=True), 4
+    ),
     "softmax beside states in 4 bits": lambda: set_cache_bits(
         tiny_mixture("llama", replace(mixed_mixture_table(), layers=("far",) * 4)), 4
     ),

@@ -17,10 +17,10 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer import DeltaRule
-from deltanet_hf.mixers.layer.delayed_state import as_waiting
 from deltanet_hf.mixers.layer.layer_call import CacheView, MixCall
+from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.cache_bits import add_key_order, set_cache_bits
 from deltanet_kernels import round_state
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student
@@ -31,16 +31,22 @@ GROUP = 32
 DELAYING = [name for name, kind in MIXERS.items() if issubclass(kind, DeltaRule) and kind.may_delay]
 
 
-def layer(mixer: str = "gated_deltanet", window: int = 33, bits: int = 16, **changes: Any) -> tuple[Any, Mixer]:
-    """The first layer of a tiny Llama student whose weights all have an effect, with its model."""
+def layer(
+    mixer: str = "gated_deltanet", window: int = 33, bits: int = 16, family: str = "llama", **changes: Any
+) -> tuple[Any, Mixer]:
+    """The second layer of a tiny student, which no family slides, with weights that all have an effect; its model."""
     settings = {"window": window, "delayed": True, "k_offset": False, "conv_size": 0, **changes}
-    model = tiny_student("llama", mixer=mixer, **settings).double()
+    model = tiny_student(family, mixer=mixer, **settings).double()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.model.layers[0].self_attn.parameters():
+        for parameter in model.model.layers[1].self_attn.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    set_cache_bits(model, bits)
-    return model, model.model.layers[0].self_attn
+    add_key_order(set_cache_bits(model, bits))
+    for own in model.model.layers:
+        order = own.self_attn.window_branch.key_order
+        order[:, 0] = torch.rand(order[:, 0].shape, generator=generator).argsort()
+        order[:, 1] = order[:, 0].argsort()
+    return model, model.model.layers[1].self_attn
 
 
 def inputs(length: int, batch: int = 2) -> torch.Tensor:
@@ -61,11 +67,11 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor, bound: int | None =
     for_sinks = q if bound is None else mixer.window_inputs(projected, rotary(x, place.clamp_max(bound)))[0]
     far_k, far_v = k, v  # as queries of later groups, and the state, get them
     if bits < 16:
-        k, v, seen = as_kept(k, v, bits, None)
+        k, v, seen = as_kept(k, v, bits, branch.key_order if bits == 4 else None)
         far_k, far_v = (straight_through(part, other) for part, other in zip((k, v), seen, strict=True))
     times = mixer.kv_repeats
     rule_q, rule_k, rule_v = mixer.activated(q, *(x.repeat_interleave(times, 2) for x in (far_k, far_v)))
-    gates = tuple(map(as_waiting, mixer.gates(projected, None)))
+    gates = tuple(gate + (gate.bfloat16() - gate).detach() for gate in mixer.gates(projected, None))
     outputs, state, written = [], None, branch.sinks
     for t in range(T):
         own, left = t // GROUP * GROUP, max(0, (t // GROUP - branch.groups) * GROUP)
@@ -89,14 +95,17 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor, bound: int | None =
         far_sink = torch.tensor([place < min(branch.sinks, left) for place in seen])
         scores, at_bound = (torch.einsum("bhd,bshd->bhs", one[:, t], keys) * branch.scale for one in (q, for_sinks))
         scores = torch.where(far_sink, at_bound, scores)
+        if branch.softcap is not None:
+            scores = branch.softcap * (scores / branch.softcap).tanh()
         near = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), values)[:, None]
+        near, lse = with_learned_sinks(near, scores.logsumexp(-1)[:, None], branch.learned_sinks)
         if state is not None and t == left + GROUP * branch.groups and mixer.settings.state_dtype == "int8":
             codes, scale = round_state(state["state"])  # after the read of the first token of a group
             state = {**state, "state": codes * scale.unsqueeze(-1)}
         far = mixer.gated_norm(far, mixer.project(x[:, now]).gate)
         count = t + 1 - len(seen)
         logit = branch.share_proj(x[:, now]) + branch.slopes.far_slope * math.log(max(count, 1))
-        share = (logit - branch.slopes.near_slope * scores.logsumexp(-1)[:, None]).sigmoid().unsqueeze(-1) * (count > 0)
+        share = (logit - branch.slopes.near_slope * lse).sigmoid().unsqueeze(-1) * (count > 0)
         outputs.append(near + share * (far - near))
     return mixer.o_proj(torch.cat(outputs, 1).flatten(-2))
 
@@ -140,10 +149,11 @@ def test_settings(changes: dict[str, Any]) -> None:
     ("bits", "window", "cuts"),
     [
         *((bits, 33, [1, 31, 33, 64, 11]) for bits in (16, 8, 4)),
-        *((bits, 65, [110, 1, 1, 28]) for bits in (16, 8, 4)),
+        *((bits, 65, [128, 1, 11]) for bits in (16, 8, 4)),
         *((bits, 33, [1] * 140) for bits in (16, 4)),
         (8, 65, [1] * 140),
-        (4, 65, [140]),
+        *((bits, 65, [64, 76]) for bits in (16, 4)),
+        *((bits, 1, [32, 1, 30, 1, 1, 1]) for bits in (16, 8)),
     ],
 )
 @torch.no_grad()
@@ -157,6 +167,21 @@ def test_a_prompt_in_parts(bits: int, cuts: list[int], window: int) -> None:
         positions = torch.arange(start, start + size)[None]
         close(kind(x[:, part], angles(model, x[:, part], positions), past_key_values=cache)[0], wanted[:, part])
         start += size
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@torch.no_grad()
+def test_capped_scores_and_learned_sinks(family: str, bits: int) -> None:
+    """In every form of the window: a row, whole and in parts, and a step."""
+    model, kind = layer(family=family, bits=bits)
+    x = inputs(110)
+    wanted, positions = by_definition(model, kind, x), torch.arange(110)[None]
+    close(kind(x, angles(model, x))[0], wanted)
+    cache, sizes = DynamicCache(config=model.config), [70, 9, 1, 30]
+    parts = zip(x.split(sizes, 1), positions.split(sizes, 1), strict=True)
+    found = [kind(part, angles(model, part, at), past_key_values=cache)[0] for part, at in parts]
+    close(torch.cat(found, 1), wanted)
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -203,13 +228,19 @@ def test_sequences_in_one_row() -> None:
     close(ours, theirs)
 
 
-def test_gradients_of_a_row() -> None:
+@pytest.mark.parametrize("padded", [0, 39])
+def test_gradients_of_rows(padded: int) -> None:
+    """Those of each row alone; before the second is padding."""
     model, kind = layer(bits=4)
     x = inputs(140).requires_grad_()
     parameters = [parameter for name, parameter in kind.named_parameters() if "slope" not in name]
     up = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = torch.autograd.grad((kind(x, angles(model, x))[0] * up).sum(), [x, *parameters])
-    theirs = torch.autograd.grad((by_definition(model, kind, x) * up).sum(), [x, *parameters])
+    up[1, :padded] = 0
+    mask = (up != 0).any(-1).long()
+    found = kind(x, angles(model, x, (mask.cumsum(-1) - 1).clamp_min(0)), attention_mask=mask)[0]
+    rows = ((slice(0, 1), slice(0, 140)), (slice(1, 2), slice(padded, 140)))
+    wanted = torch.stack([(by_definition(model, kind, x[row]) * up[row]).sum() for row in rows]).sum()
+    ours, theirs = (torch.autograd.grad(loss, [x, *parameters]) for loss in ((found * up).sum(), wanted))
     for one, other in zip(ours, theirs, strict=True):
         close(one, other)
 
@@ -302,7 +333,7 @@ def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
         at = angles(model, x[:, t : t + 1], torch.tensor([[t]]))
         outputs.append(kind(x[:, t : t + 1], at, past_key_values=cache)[0])
         exact(x[:, t : t + 1], at, past_key_values=other)
-        state, wanted = cache.layers[0].state, other.layers[0].state["state"]
+        state, wanted = cache.layers[1].state, other.layers[1].state["state"]
         seen.append(state["state"].clone())
         assert t % GROUP == 0 or torch.equal(seen[-1], seen[-2])
         error = (state["state"] * state["state_scale"].unsqueeze(-1) - wanted).abs().amax(-1)

@@ -47,7 +47,7 @@ def read_packed(mix: Mix, call: MixCall, branch: WindowBranch) -> Tensor:
     number = token - cu_seqlens.long()[sequence]
     group, place = number // group_size, number % group_size
     begin, reads = begins[sequence], (group >= groups) & (token < cu_seqlens[-1])
-    writes = (group < parts[sequence]) & (number >= branch.sinks) & (token < cu_seqlens[-1])
+    writes = (group < parts[sequence]) & (number >= branch.sinks)
     at_q = (begin + (group - groups) * 2 * group_size + place).where(reads, room)
     at_k = (begin + group * 2 * group_size + group_size + place).where(writes, room)
 
@@ -93,8 +93,8 @@ def read_leaving(read: Mix, call: MixCall, numbers: Tensor, base: Tensor, branch
         base: [B] int64, the group of the first of these, before which the state stands.
     """
     group_size, groups = branch.edge, branch.groups
-    last = numbers.amax(1).clamp_min(0) // group_size
-    left = ((last - groups - base).clamp_min(0) * group_size)[:, None]  # the writes of the call
+    last = numbers.amax(1) // group_size
+    left = ((last - groups - base) * group_size)[:, None]  # the writes of the call
     token = base[:, None] * group_size + torch.arange(call.k.shape[1], device=numbers.device)
     place = torch.arange(call.k.shape[1], device=numbers.device)
     stays = (place >= left) | (token < branch.sinks)
@@ -159,9 +159,7 @@ def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, first: Tensor, l
     """
     room = new.new_zeros(len(new), length + 1, *new.shape[2:])
     if old is not None:
-        places, begin = old.shape[1], numbers.where(numbers >= 0, numbers.amax() + 1).amin(1, keepdim=True)
-        held = first + (torch.arange(places, device=numbers.device) - first) % places
-        at = (held - first).where((held < begin) & (held < first + length), length)
+        at = ((torch.arange(old.shape[1], device=numbers.device) - first) % old.shape[1]).clamp_max(length)
         room = room.scatter(1, along(at, old), old.to(new.dtype))
     at = (numbers - first).where((numbers >= first) & (numbers < first + length), length)
     return room.scatter(1, along(at, new), new)[:, :-1]

@@ -90,7 +90,7 @@ def _rows(
         state: State = {}
         if call.keep_state:
             own = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
-            sink_cache = SinkCache(branch.places, branch.sinks, {}, own, cu_seqlens=call.cu_seqlens)
+            sink_cache = SinkCache(branch.places, branch.sinks, {}, own)
             sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
             state = sink_cache.state
         return Leaving(window_output, lse, k, v, None, state)
