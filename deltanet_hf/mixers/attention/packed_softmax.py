@@ -87,7 +87,7 @@ class PackedSoftmax:
         return call_packed(super().forward, self.cache_spec, call, inputs)  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch.compile in torch 2.11 cannot call an instance of a frozen data class
 class PackedCall:
     """One call of a layer on packed keys and values, without q, k and v."""
 

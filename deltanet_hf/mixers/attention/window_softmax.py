@@ -35,7 +35,7 @@ class Reach:
     family_window: int | None  # the family's own, beyond which sinks are not seen either
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch.compile in torch 2.11 cannot call an instance of a frozen data class
 class SoftmaxCall:
     """One call of a layer under a window, without q, k and v."""
 
