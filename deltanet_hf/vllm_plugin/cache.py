@@ -28,7 +28,7 @@ Pages = TypeVar("Pages")
 
 
 class StatePages(MambaBase):
-    """The states of one layer, by page, each from byte `first` of the host's page on.
+    """The states of one layer, by page, each from the byte `first` of the host's page on.
 
     Args:
         shapes: the tensors of a state.
@@ -40,7 +40,7 @@ class StatePages(MambaBase):
 
     def __init__(self, shapes: dict[str, TensorShape], name: str, vllm_config: VllmConfig) -> None:
         self.shapes, self.name = shapes, name
-        self.size = self.page_bytes = page_bytes(shapes)  # `share_pages` makes the pages of hosts the largest
+        self.size = self.shared_size = page_bytes(shapes)  # in bytes, its own and, of a host, that of all
         self.host, self.first = self, 0
         self._tensors: tuple[Any, State] = None, {}
         vllm_config.compilation_config.static_forward_context[name] = self
@@ -80,7 +80,7 @@ class StatePages(MambaBase):
         return MambaAttentionBackendEnum.LINEAR
 
     def get_state_shape(self) -> Iterable[tuple[int, ...]]:
-        return ((self.page_bytes,),)
+        return ((self.shared_size,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.int8,)
@@ -139,7 +139,7 @@ class TokenPages(AttentionLayerBase):
 
 
 class PackedPages(AttentionLayerBase):
-    """The packed groups of 32 tokens of one layer; a page holds whole groups, from `first` bytes per token on.
+    """The packed groups of 32 tokens of one layer; a page holds whole groups, behind those of `first` bytes per token.
 
     Args:
         shapes: the tensors of one group of one head (`QuantisedCacheSpec.group_shapes`).
@@ -152,7 +152,8 @@ class PackedPages(AttentionLayerBase):
     def __init__(self, shapes: dict[str, TensorShape], heads: int, name: str, vllm_config: VllmConfig) -> None:
         self.shapes, self.heads, self.name = shapes, heads, name
         group = heads * sum(shape.nbytes for shape in shapes.values())
-        self.size = -(-group // (2 * QuantisedCacheSpec.group_size)) * 2  # bytes per token of a sequence
+        # Of a token, as in `StatePages`; even, because vLLM counts halves.
+        self.size = self.shared_size = -(-group // (2 * QuantisedCacheSpec.group_size)) * 2
         self.host, self.first = self, 0
         self._tensors: tuple[Any, State] = None, {}
         vllm_config.compilation_config.static_forward_context[name] = self
@@ -206,13 +207,13 @@ class PackedPages(AttentionLayerBase):
 
 
 def packed_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of a token in the pages of a model with packed tokens, the same in all layers; 0 for other models."""
-    return max((cache.size for cache in _caches(vllm_config, PackedPages)), default=0)
+    """Bytes of a token in the pages of a model with packed tokens, of all layers; 0 for other models."""
+    return max((cache.shared_size for cache in _caches(vllm_config, PackedPages)), default=0)
 
 
 def state_page_bytes(vllm_config: VllmConfig) -> int:
     """Bytes of a page of states of the model that has been built with these settings; 0 for one without states."""
-    return max((cache.page_bytes for cache in _caches(vllm_config, StatePages)), default=0)
+    return max((cache.shared_size for cache in _caches(vllm_config, StatePages)), default=0)
 
 
 def _caches(vllm_config: VllmConfig, kind: type[Pages]) -> list[Pages]:
@@ -221,15 +222,28 @@ def _caches(vllm_config: VllmConfig, kind: type[Pages]) -> list[Pages]:
     return [cache for cache in caches if isinstance(cache, kind)]
 
 
+STATE_GROUPS = 4  # of pages of states beside packed tokens: vLLM's host takes time for each, in every step
+
+
 def share_pages(vllm_config: VllmConfig) -> None:
-    """Give all layers pages of one size, as vLLM's allocator requires, and as few as hold what they keep."""
-    size, known = state_page_bytes(vllm_config), vllm_config.compilation_config.static_forward_context
-    for kind in (StatePages, PackedPages):
-        caches: list[Any] = _caches(vllm_config, kind)
-        for cache, (page, first) in zip(caches, shared([cache.size for cache in caches]), strict=True):
-            cache.host, cache.first = caches[page], first
-            if cache is not cache.host:
-                del known[cache.name]
-                cache.name = cache.host.name
-    for host in _caches(vllm_config, StatePages):
-        host.page_bytes = size
+    """Divide vLLM's pages, which have one size, among the layers.
+
+    Pages of states are as large as the largest state, beside packed tokens at least a quarter of all states, whose
+    pages hold the tokens of all layers.
+    """
+    states, packed = _caches(vllm_config, StatePages), _caches(vllm_config, PackedPages)
+    sizes, tokens = ([cache.size for cache in caches] for caches in (states, packed))
+    _share(states, shared(sizes, sum(sizes) // STATE_GROUPS if packed else 0), vllm_config)
+    _share(packed, shared(tokens, sum(tokens)), vllm_config)
+
+
+def _share(caches: Sequence[StatePages | PackedPages], places: list[tuple[int, int]], vllm_config: VllmConfig) -> None:
+    """Give the caches these places, see `shared`."""
+    hosts: dict[int, Any] = {}
+    for cache, (page, first) in zip(caches, places, strict=True):
+        cache.host, cache.first = hosts.setdefault(page, cache), first
+        if cache is not cache.host:
+            del vllm_config.compilation_config.static_forward_context[cache.name]
+            cache.name = cache.host.name
+    for host in hosts.values():
+        host.shared_size = max(cache.first + cache.size for cache in caches)

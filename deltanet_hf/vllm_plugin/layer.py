@@ -267,5 +267,5 @@ class GrowingLayer(ServedLayer):
 def called(layer: Any, cache: Any, x: Tensor, position_embeddings: Any, **options: Any) -> Tensor:
     """A layer on x [B, T, hidden]; the cache has its states before the call and after it."""
     options |= {"position_embeddings": position_embeddings, "past_key_values": cache}
-    output: Tensor = layer(hidden_states=x, **options)[0]
-    return output
+    output: Tensor | tuple[Tensor, None] = layer(hidden_states=x, **options)
+    return output if isinstance(output, Tensor) else output[0]

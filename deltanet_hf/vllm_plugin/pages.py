@@ -21,14 +21,18 @@ def page_bytes(shapes: dict[str, TensorShape]) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def shared(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where parts of these sizes lie in pages as large as the largest: the number of the part whose page it is, the
-    first in it, and what comes before the part. Few pages: each takes the first with room, the largest parts first."""
-    places, used = [(0, 0)] * len(sizes), dict[int, int]()
+def shared(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
+    """How parts of these sizes share pages: for each part the number of its page, and what comes before it there.
+
+    There are as many pages as could be filled if they were as large as the largest part, and at least `least`. The
+    largest parts come first, each into the emptiest page.
+    """
+    used = [0] * max(1, sum(sizes) // max([1, least, *sizes]))
+    places = [(0, 0)] * len(sizes)
     for part in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        page = next((page for page, end in used.items() if end + sizes[part] <= max(sizes)), part)
-        places[part] = page, used.get(page, 0)
-        used[page] = places[part][1] + sizes[part]
+        page = used.index(min(used))
+        places[part] = page, used[page]
+        used[page] += sizes[part]
     return places
 
 

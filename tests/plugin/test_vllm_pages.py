@@ -66,11 +66,12 @@ def test_pages_may_be_wider_than_the_state() -> None:
     assert not pages[[0, 1, 3]].any()
 
 
-def test_small_parts_share_pages_as_large_as_the_largest() -> None:
-    """The largest first, each in the first page with room; pages are named by the first part in them."""
-    assert shared([3, 10, 7, 4, 3]) == [(2, 7), (1, 0), (2, 0), (3, 0), (3, 4)]
-    assert shared([5, 5]) == [(0, 0), (1, 0)]
-    assert shared([]) == []
+def test_small_parts_share_pages() -> None:
+    """The largest first, each in the emptiest page."""
+    assert shared([3, 10, 7, 4, 3], 0) == [(0, 10), (0, 0), (1, 0), (1, 7), (1, 11)]  # two pages, of at least 10
+    assert shared([3, 10, 7, 4, 3], 27) == [(0, 21), (0, 0), (0, 10), (0, 17), (0, 24)]
+    assert shared([5, 5, 5], 0) == [(0, 0), (1, 0), (2, 0)]
+    assert shared([], 0) == []
 
 
 def test_the_states_of_a_models_layers_fit_into_their_pages() -> None:
