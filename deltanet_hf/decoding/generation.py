@@ -50,6 +50,7 @@ class GraphedGeneration:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
+        options.pop("tokenizer", None)  # stopping criteria have it; transformers would hand it on to the model
         graphs, form = captured_graphs_of(self), fast_form(self)  # type: ignore[arg-type]
         reason = "called with positional arguments" if args else obstacle(self, input_ids.shape[1], options)
         form = form if reason is None else reason

@@ -28,6 +28,7 @@ from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from support.replayed_step import EmulatedCapture
+from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import (
     HYBRID,
     mixed_mixture_table,
@@ -230,6 +231,8 @@ def test_sampling_stopping_and_streaming(capture: EmulatedCapture) -> None:
         assert found.sequences.shape[1] == 15
     assert heard[0].tokens == heard[1].tokens
     assert capture.replayed > 0
+    generate(model, rows=1, side="none", tokenizer=tiny_tokenizer())  # as the command does, for stop strings
+    assert decoded_by(model) == "CUDA graph"
 
 
 def test_a_batch_size_is_captured_once(capture: EmulatedCapture) -> None:
