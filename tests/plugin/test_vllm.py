@@ -318,7 +318,7 @@ def test_bits_without_a_packed_form_and_further_positions_are_refused() -> None:
         by_vllm(served_model("llama", packed(tiny_table(layers=(0, 2)), 3)), prompts(3))
     further = dataclasses.replace(LayerTable.preset(4, "window"), positions=FarPositions("yarn", 128, 256))
     with pytest.raises(ValueError, match="positions: not served for models with converted layers; pass a model"):
-        by_vllm(served_model("llama", further), prompts(3))
+        by_vllm(served_model("llama", further), prompts(3), max_model_len=256)
 
 
 @pytest.fixture
