@@ -70,6 +70,8 @@ class Stateful:
                 "leave out one of the two"
             )
         seen = 0 if cache is None else int(cache.get_seq_length())
+        if cache is not None:  # a captured prompt does not call the decoder
+            _check_bits(cache, seen, getattr(self.model, "cache_bits", 16))  # type: ignore[attr-defined]
         if seen:
             mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
             given = input_ids.shape[1] if embeds is None else embeds.shape[1]
