@@ -56,6 +56,7 @@ def use_cache_bits(model: Any, bits: int) -> None:
         for part, _ in kind.softmax_parts if bits < 16 else ():
             check_packable(part.head_dim, bits)
         kind.use_cache_bits(bits)
+    model.model.cache_bits = bits  # which `check_call` compares with a cache's
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
 

@@ -19,6 +19,7 @@ from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.head_split import narrow_weights
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
+from deltanet_hf.models.cache_bits import cache_bits_of, use_cache_bits
 from deltanet_hf.models.stateful import make_stateful
 
 
@@ -43,7 +44,7 @@ def restrict_to_window(
         raise UserError(f"window must be >= 1 and sinks >= 0, got window={window}, sinks={sinks}")
     settings = WindowSettings(window, sinks)
     decoder: Any = getattr(model, "model", None)
-    found = False
+    bits, found = cache_bits_of(model), False
     for index, layer in enumerate(getattr(decoder, "layers", ())):
         attention: Any = getattr(layer, "self_attn", None)
         if attention is not None and kind_of(attention).name not in ("softmax", WindowAttention.name):
@@ -52,11 +53,12 @@ def restrict_to_window(
             continue
         if layers is not None and index not in layers:
             continue
+        kind_of(attention).use_cache_bits(16)
         WindowAttention.from_attention(attention, attention.config, index, settings)
         found = True
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
-    return _restricted(model)
+    return _restricted(model, bits)
 
 
 @torch.no_grad()
@@ -94,15 +96,17 @@ def restrict_heads(
                 f"restrict_heads: layer {layer} with heads {sorted(heads)} is not in this model, which has layers 0 to "
                 f"{len(layers) - 1} with key/value heads 0 to {count - 1}"
             )
+    bits = cache_bits_of(model)
     for (index, layer), size in zip(enumerate(layers), sizes, strict=True):
         attention: Any = getattr(layer, "self_attn", None)
         _check(attention, index)
+        kind_of(attention).use_cache_bits(16)
         here = set(kept.get(index, ()))
         if not here:
             WindowAttention.from_attention(attention, model.config, index, size)
         elif len(here) < count:
             layer.self_attn = _split(attention, model.config, index, here, size)
-    return _restricted(model)
+    return _restricted(model, bits)
 
 
 def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
@@ -112,10 +116,11 @@ def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
         kind_of(layer.self_attn).use_window(window)
 
 
-def _restricted(model: Any) -> Any:
-    """The model itself, marked as one that no folder describes."""
+def _restricted(model: Any, bits: int) -> Any:
+    """The model itself, with its cache in so many bits again, and marked as one that no folder describes."""
     make_stateful(model)
     model.is_restricted = True
+    use_cache_bits(model, bits)
     return model
 
 

@@ -70,6 +70,8 @@ class Stateful:
                 "leave out one of the two"
             )
         seen = 0 if cache is None else int(cache.get_seq_length())
+        if cache is not None:  # a captured prompt does not call the decoder
+            _check_bits(cache, seen, getattr(self.model, "cache_bits", 16))  # type: ignore[attr-defined]
         if seen:
             mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
             given = input_ids.shape[1] if embeds is None else embeds.shape[1]
@@ -130,8 +132,8 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the decoder, which reads shapes and counts only; compiled calls are not checked.
 
     Raises:
-        ValueError: a cache that is none, that was filled with another number of rows, or whose layers hold different
-            numbers of tokens; a mask for other rows, or with too few columns.
+        ValueError: a cache that is none, that was filled with another number of rows or in other bits, or whose layers
+            hold different numbers of tokens; a mask for other rows, or with too few columns.
     """
     inputs = inputs_in(args, kwargs)
     if inputs is None or torch.compiler.is_compiling():
@@ -139,6 +141,8 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     rows, length = inputs.shape[:2]
     cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
     seen = 0 if cache is None else _tokens_in(cache, rows)
+    if cache is not None:
+        _check_bits(cache, seen, getattr(module, "cache_bits", 16))
     if not isinstance(mask, Tensor) or mask.dim() == 4:
         return
     if mask.dim() != 2 or mask.shape[0] != rows or (seen is not None and mask.shape[1] < seen + length):
@@ -169,3 +173,14 @@ def _tokens_in(cache: Any, rows: int) -> int | None:
             "model alone; pass an empty cache"
         )
     return int(lengths.pop()) if lengths else 0
+
+
+def _check_bits(cache: Any, seen: int | None, bits: int) -> None:
+    """Raises ValueError if a cache of `seen` tokens was filled in other bits than the model has; remembers these."""
+    filled = getattr(cache, "_deltanet_bits", bits)
+    if seen != 0 and filled != bits:
+        raise ValueError(
+            f"cache: was filled with keys and values in {filled} bits, and the model has {bits} now; "
+            f"set_cache_bits(model, {filled}), or pass an empty cache"
+        )
+    cache._deltanet_bits = bits

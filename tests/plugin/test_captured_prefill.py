@@ -125,6 +125,17 @@ def test_generate(capture: EmulatedCapture) -> None:
     )
 
 
+def test_a_cache_of_other_bits_is_refused(capture: EmulatedCapture) -> None:
+    model = MODELS["states and windows in 4 bits"]()
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for _ in range(2):  # the second time, everything is a graph
+        found = model.generate(prompt(50), return_dict_in_generate=True, **options)
+    assert capture.replayed_prefills == 2
+    longer = torch.cat([found.sequences, prompt(3)], dim=1)
+    with pytest.raises(ValueError, match=r"^cache: was filled with keys and values in 4 bits"):
+        set_cache_bits(model, 8).generate(longer, past_key_values=found[CACHE], **options)
+
+
 @torch.inference_mode()
 def test_what_is_not_captured(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["states and windows"]()

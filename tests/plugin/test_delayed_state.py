@@ -345,7 +345,7 @@ def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="delayed: got true, but the state of comba"):
         layer("comba")
-    with pytest.raises(ValueError, match="delayed: got true, needs a window"):
+    with pytest.raises(ValueError, match=r"delayed: got true, needs a window, .* or set delayed to false"):
         layer(conv_size=4)
     with pytest.raises(UserError, match=r"got 3 sinks beside a state of .*, which needs 4 in 8 bits"):
         layer(sinks=3, bits=8)

@@ -164,6 +164,7 @@ def test_packed_equals_unpacked(model: PreTrainedModel, tokens: torch.Tensor) ->
         return
     close(logits(model, row, position_ids=positions), parts)
     close(logits(model, row, cu_seq_lens_q=boundaries), parts)
+    close(logits(model, row, cu_seq_lens_q=boundaries, position_ids=positions), parts)  # as data collators give them
     with pytest.raises(ValueError, match=r"^attention_mask: got one beside cu_seq_lens_q"):
         logits(model, row, cu_seq_lens_q=boundaries, attention_mask=torch.ones_like(row))
 

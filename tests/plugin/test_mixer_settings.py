@@ -235,6 +235,16 @@ def test_layers_of_few_outputs_are_one_product_in_training() -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_what_is_put_around_a_layer_of_few_outputs_is_obeyed_in_training() -> None:
+    """A hook, as pruning has, and another forward, as offloading puts into the module."""
+    layers = [nn.Linear(16, out) for out in (3, 2, 5, 1)]
+    layers[1].register_forward_hook(lambda module, args, output: 2 * output)
+    layers[2].forward = lambda x: 3 * nn.Linear.forward(layers[2], x)  # type: ignore[method-assign]
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    for found, layer in zip(linear_products(x, layers), layers, strict=True):
+        torch.testing.assert_close(found, layer(x))
+
+
 class Doubled(nn.Linear):
     """As an adapter: its output is not that of its weight and bias alone."""
 

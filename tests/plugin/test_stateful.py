@@ -88,6 +88,17 @@ def test_a_cache_continues_the_tokens_that_it_holds(model: PreTrainedModel, ids:
     assert refused is None or "attention_mask: got shape [2, 2], expected [2, 7]" in refused
 
 
+@pytest.mark.parametrize("kinds", [("linear", "window"), ("linear", "softmax")])
+def test_a_cache_of_other_bits_is_refused(kinds: tuple[str, ...], ids: torch.Tensor) -> None:
+    """Of 4 bits, keys in 8 would be read in another order; in 16 they have other tensors."""
+    model = tiny_mixture("llama", mixed_table(*kinds, sinks=4))
+    for bits, other in ((4, 8), (4, 16), (16, 4)):
+        cache = filled(set_cache_bits(model, bits), ids)
+        with pytest.raises(ValueError, match=f"^cache: was filled with keys and values in {bits} bits, and .* {other}"):
+            filled(set_cache_bits(model, other), ids, copy.deepcopy(cache))
+        assert filled(set_cache_bits(model, bits), ids, cache).get_seq_length() == 2 * LENGTH
+
+
 def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel, ids: torch.Tensor) -> None:
     longer = generated(model, ids, return_dict_in_generate=True).past_key_values
     for cache in (longer, filled(model, ids), filled(model, ids, StaticCache(model.config, max_cache_len=20))):

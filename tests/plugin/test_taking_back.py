@@ -145,6 +145,12 @@ def test_the_past_that_is_recorded_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert layer.get_seq_length() == 23
 
 
+def test_more_candidates_than_can_be_taken_back_are_refused() -> None:
+    model, prompt = made("mixed_heads"), IDS[:1].repeat(1, 5)
+    with pytest.raises(ValueError, match=r"cannot take back .* the last 64 tokens: more candidates \(prompt_lookup_"):
+        model.generate(prompt, prompt_lookup_num_tokens=70, **{**GREEDY, "max_new_tokens": 90})
+
+
 @pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices"])
 def test_another_batch_has_no_past(change: str) -> None:
     model = made("mixed_heads")

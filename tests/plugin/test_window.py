@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from deltanet_hf.models.restrict import restrict_to_window
-from support.tiny_models import HYBRID, tiny_qwen3_5, tiny_student, tiny_teacher
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
+from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
+from support.tiny_models import HYBRID, mixed_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -131,6 +132,24 @@ def test_a_second_window_replaces_the_first() -> None:
     model = restrict_to_window(windowed("llama", 3, 1), 5, 2)
     torch.testing.assert_close(model(IDS).logits, windowed("llama")(IDS).logits)
     assert len(model.model._forward_pre_hooks) == 3  # the check, packing, padding: once each
+
+
+@pytest.mark.parametrize(
+    ("make", "restrict"),
+    [
+        (lambda: tiny_student("llama", layers=HYBRID, mixer="gated_deltanet+window", window=33), restrict_to_window),
+        (lambda: tiny_mixture("llama", mixed_table("linear", "softmax")), restrict_to_window),
+        (lambda: tiny_teacher("llama"), lambda model, *sizes: restrict_heads(model, {0: [1], 2: [0, 1]}, *sizes)),
+    ],
+    ids=["layers", "heads of students", "heads"],
+)
+@torch.no_grad()
+def test_a_model_keeps_the_bits_of_its_cache(make: Any, restrict: Any) -> None:
+    found, wanted = restrict(set_cache_bits(make(), 4), 40, 4), set_cache_bits(restrict(make(), 40, 4), 4)
+    ids = IDS.repeat(1, 3)
+    assert cache_bits_of(found) == 4
+    assert torch.equal(found(ids).logits, wanted(ids).logits)
+    assert not torch.equal(found(ids).logits, restrict(make(), 40, 4)(ids).logits)
 
 
 @torch.no_grad()

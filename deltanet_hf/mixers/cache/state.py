@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from deltanet_hf.mixers.cache.history import History, PastCall
+from deltanet_hf.mixers.cache.history import MOST_TAKEN_BACK, History, PastCall
 from deltanet_hf.mixers.cache.protocol import CacheLayer, State, TensorShape, leading
 
 StaysOnDevice: Any = getattr(cache_utils, "DummyLayer", object)
@@ -171,7 +171,9 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
                 raise ValueError(
                     f"crop: cannot take back {abs(tokens_to_remove)} tokens, a recurrent state holds no history of "
                     "them; rewind to a snapshot (deltanet_hf.sessions), or record the past before they are read "
-                    "(place_layers in deltanet_hf.models.assisted, then cache.activate_past_recording())"
+                    "(place_layers in deltanet_hf.models.assisted, then cache.activate_past_recording()), which keeps "
+                    f"the last {MOST_TAKEN_BACK} tokens: more candidates (prompt_lookup_num_tokens, "
+                    "num_assistant_tokens) are too many"
                 )
             with torch.inference_mode(call.inference), torch.set_grad_enabled(call.gradients):
                 self.put(call.state, call.seen)

@@ -76,7 +76,8 @@ class MixerProjections(MixerSettings):
         check_at_least(where, "window", self.window, 0)
         check_at_least(where, "sinks", self.sinks, 0)
         if self.delayed and not (self.window and self.rope and not self.conv_size):
-            raise ValueError(f"{where}.delayed: got true, needs a window, rope (its keys have it) and conv_size 0")
+            needs = "a window, rope (its keys have it) and conv_size 0"
+            raise ValueError(f"{where}.delayed: got true, needs {needs}; change these, or set delayed to false")
         check_at_least(where, "output_gate_rank", self.output_gate_rank, 0)
         if self.output_gate_rank and not self.output_gate:
             got = f"{where}.output_gate_rank: got {self.output_gate_rank}"

@@ -155,7 +155,6 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         sequence = torch.searchsorted(cu_seqlens.to(positions), positions, right=True) - 1
         kwargs["position_ids"] = (positions - cu_seqlens.to(positions)[sequence]).unsqueeze(0)
-        kwargs["use_cache"] = False
     elif (
         cu_seqlens is None
         and kwargs.get("attention_mask") is None
@@ -167,10 +166,13 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         found = cu_seqlens_of(position_ids.expand(rows, -1))  # one row of positions may stand for all
         if found is not None:
             kwargs["cu_seq_lens_q"] = found
-            kwargs["use_cache"] = False
-    config: Any = module.config
-    if kwargs.get("cu_seq_lens_q") is not None and (family := family_type(config)) in UNPACKABLE:
-        raise ValueError(f"packed sequences: softmax attention of {family} does not keep them apart; pad them instead")
+    if kwargs.get("cu_seq_lens_q") is not None:
+        config: Any = module.config
+        if (family := family_type(config)) in UNPACKABLE:
+            raise ValueError(
+                f"packed sequences: softmax attention of {family} does not keep them apart; pad them instead"
+            )
+        kwargs["use_cache"] = False
     return args, kwargs
 
 
