@@ -38,6 +38,7 @@ def step(
     int8: bool = True,
     gated: bool = True,
     dtype: torch.dtype = torch.float32,
+    sinks: int = 4,
 ) -> GroupStepCall:
     """A call on CPU, of sequences of so many tokens and so many query heads, states and key heads."""
     make = torch.Generator().manual_seed(1)
@@ -61,7 +62,7 @@ def step(
     rotation = (angle.cos().to(dtype), angle.sin().to(dtype)) if turned else (None, None)
     state = (codes.to(torch.int8), scale) if int8 else ((codes * scale.unsqueeze(-1)).bfloat16(), None)
     token = PackedStepCall(
-        *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * GROUPS + 1, 4, None, 0.3, None,
+        *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * GROUPS + 1, sinks, None, 0.3, None,
         *rotation, edge=32,
     )  # fmt: skip
     z, norm_weight = (normal(B, 1, HQ, D).to(dtype), normal(HQ, D).to(dtype)) if gated else (None, None)
@@ -84,7 +85,7 @@ def copied(call: Any, device: str = "cpu") -> Any:
         {},
         {"ordered": False, "turned": 0, "heads": (2, 2, 2), "gated": False},
         {"bits": 8, "ordered": False, "turned": 32, "int8": False, "heads": (4, 4, 2)},
-        {"dtype": torch.float16, "turned": 0, "heads": (3, 1, 1)},
+        {"dtype": torch.float16, "turned": 0, "heads": (3, 1, 1), "sinks": 0},
     ],
     ids=str,
 )
