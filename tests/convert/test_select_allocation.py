@@ -216,7 +216,7 @@ def test_windows_are_shared_twice_from_the_best_so_far(
     monkeypatch.setattr(_Measure, "__init__", lambda *given: made.append(given[-2:]))
     unused: Any = None
     orders = lambda count: list(found.order[:count])  # noqa: E731
-    allocation.allocations(tiny_task(far, BUDGET), unused, unused, orders, rows[:-1], again.append)
+    allocation.allocations(tiny_task(far, BUDGET), unused, unused, orders, [rows[0], rows[-2]], again.append)
     assert again == rows[-1:]
     assert made == [(AT, 4)]  # tokens of a text, and bits
 

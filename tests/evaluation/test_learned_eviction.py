@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_recipes.schema import Long
 from measuring.eviction import attention, training
 from measuring.eviction import gates as gates_module
+from measuring.eviction.__main__ import share_of, training_rows
 from measuring.eviction.attention import Reach, evicting_attention, packed
 from measuring.eviction.gates import OPEN, Gates, Heads
 from measuring.eviction.training import target, train_gates
@@ -141,6 +144,18 @@ def test_bytes_are_those_of_the_cache() -> None:
     assert some.bytes(2000, share) <= some.bytes(2000, 0.3)
     with pytest.raises(UserError, match=r"^--keep: at 2,000 tokens gates leave 0\.\d to 0\.\d MB; give a budget"):
         some.share(10**9, 2000)
+
+
+def test_budgets_and_rows_of_a_training(tmp_path: Path) -> None:
+    teacher = tiny_teacher("llama")
+    heads, allowed = Heads.of(teacher.config), int(0.12 * stored_bytes(teacher, 2000, 16))
+    assert share_of("12%@2000", heads, teacher) == heads.share(allowed, 2000)
+    assert share_of("25%", heads, teacher) == 0.25
+    np.save(tmp_path / "text.npy", np.arange(1000))
+    stage = Long(tokens=512, sequence_length=128, batch_tokens=256)
+    rows = training_rows(tmp_path / "text.npy", stage, 0)
+    assert sorted(rows.tolist()) == torch.arange(512).view(4, 128).tolist()
+    assert not torch.equal(rows, torch.arange(512).view(4, 128))
 
 
 def test_the_penalty_reaches_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
