@@ -250,12 +250,21 @@ def test_a_text_that_fits_into_the_window_gets_the_teachers_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bits": 8}, {"bits": 4, "state_dtype": "int8"}, {"bits": 4, "output_gate": False}], ids=str
+    "changes",
+    [
+        {"bits": 8, "state_dtype": "bfloat16"},
+        {"bits": 4, "state_dtype": "int8"},
+        {"bits": 4, "output_gate": False, "allow_neg_eigval": True},
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_the_fast_form(changes: dict[str, Any]) -> None:
-    """Its kernels for a prompt and for steps, of two texts of different lengths, beside the operations of the layer."""
+    """Its kernels for a prompt and for steps, with capped scores, beside the operations of the layer."""
     model, _ = layer(**changes)
+    for own in model.model.layers:
+        own.self_attn.window_branch.softcap = 0.5
+        own.self_attn.norm.eps = 1e-3
     tokens = torch.randint(3, 97, (2, 135), generator=torch.Generator().manual_seed(2))
 
     def read(parts: tuple[int, ...]) -> torch.Tensor:
@@ -284,6 +293,8 @@ def test_the_fast_form(changes: dict[str, Any]) -> None:
         ({"bits": 16}, False),
         ({"k_offset": True}, False),
         ({"qk_activation": "silu"}, False),
+        ({"mixer": "gated_linear"}, False),
+        ({"family": "gpt_oss"}, False),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from deltanet_hf.fast.packed import FastPacked
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, QuantisedCacheSpec
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, QuantisedCacheSpec, held_bytes
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
@@ -110,6 +110,13 @@ def test_packed_numbers_are_those_of_fake_quantisation(bits: int, dtype: torch.d
     by_channel = k[:, :96].unflatten(1, (-1, GROUP)).transpose(2, -1)
     assert torch.equal(keys, fake_quantised(by_channel, bits).transpose(2, -1).flatten(1, 2))
     assert torch.equal(values, fake_quantised(v[:, :96].unflatten(-1, (-1, min(size, GROUP))), bits).flatten(-2))
+
+
+def test_bytes_in_16_bits_are_those_of_the_tokens_that_are_seen() -> None:
+    reaches: list[Any] = [(None, 0), (40, 4), (40, 4, 20)]
+    found = [[held_bytes(2, 8, tokens, 16, torch.bfloat16, *reach) for reach in reaches] for tokens in (30, 100)]
+    assert found == [[64 * 30, 64 * 30, 64 * 20], [64 * 100, 64 * 44, 64 * 20]]
+    assert QuantisedCacheSpec.of(4, 40, 2, 40) == QuantisedCacheSpec(4, 40)  # the family's own has no sinks
 
 
 CUTS = ([118, *[1] * 14, 18], [31, 1, 1, 1, 60, 56], [70, 1, 64, 15])
