@@ -324,6 +324,12 @@ def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
     close(torch.cat(outputs, 1), by_definition(model, kind, x))
 
 
+def test_the_states_of_sliding_layers_have_all_tokens() -> None:
+    for given, wanted in (("int8", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        settings = layer(family="gemma2", state_dtype=given)[0].model.layers[0].self_attn.settings
+        assert (settings.delayed, settings.state_dtype) == (False, wanted)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="delayed: got true, but the state of comba"):
         layer("comba")
