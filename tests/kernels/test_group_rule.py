@@ -48,7 +48,7 @@ CASES = [
 ]
 INTERPRETED = {
     "T=33": (64,), "query heads share a state": (32, 64), "value heads share key heads": (64,),
-    "no norm, no state, scale": (32,), "closed at a chunk's last token": (64,), "g=-inf": (64,), "beta=0": (64,),
+    "no norm, no state, scale": (32,), "closed at a chunk's last token": (64,), "g=-inf": (32, 64), "beta=0": (64,),
 }  # fmt: skip
 CHOSEN = [(case, C) for case in CASES for C in ((32, 64) if GPU else INTERPRETED.get(case.name, ()))]
 pytorch, triton = by_pytorch(chunk_group_gated_delta_rule), by_triton(chunk_group_gated_delta_rule)
