@@ -11,7 +11,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 
 import pytest
 import torch
-from torch._dynamo import trace_rules
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from torch._dynamo import trace_rules
 from triton.language import core
 from triton.language.core import is_builtin
 from triton.runtime import interpreter

@@ -151,6 +151,9 @@ def test_the_smallest_budget_is_named_and_works(far: Path, mixer: str) -> None:
     spending = Spending(Budget.parse(named[1]), sizes)
     assert spending.counts() == [0]
     assert spending.windows((), [1.0] * 4) == (SHORTEST,) * 4
+    assert spending.windows(((0, 0),), [1.0] * 4) is None
+    further = Spending(Budget.parse("14%@8k"), sizes_of(far, at=8192, mixer=mixer))
+    assert further.in_groups(10**6) == 513  # the teacher has 512 positions
     with pytest.raises(UserError, match="too few bytes"):
         Spending(Budget.parse(f"{int(named[2]) - 1}KB@512"), sizes)
 
@@ -184,7 +187,8 @@ def test_the_cheapest_allocation_is_taken() -> None:
 def test_windows_are_shared_twice_from_the_best_so_far(
     far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In large steps, then in small ones; each pass is measured, and the cheapest allocation is taken."""
+    """In large steps, then in small ones; each pass is measured, and the cheapest allocation is taken. A run that was
+    interrupted between them goes on with the second."""
     passes: list[Any] = []
     answers = [[4.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.4]]
 
@@ -207,6 +211,14 @@ def test_windows_are_shared_twice_from_the_best_so_far(
         assert row.kept == base.kept
         assert row.windows == spending.windows(found.order[: base.kept], ratios) != base.windows
     assert (len(found.kept), found.planned_windows) == (rows[-1].kept, rows[-1].windows)
+    passes.pop()
+    made, again = [], []
+    monkeypatch.setattr(_Measure, "__init__", lambda *given: made.append(given[-2:]))
+    unused: Any = None
+    orders = lambda count: list(found.order[:count])  # noqa: E731
+    allocation.allocations(tiny_task(far, BUDGET), unused, unused, orders, [rows[0], rows[-2]], again.append)
+    assert again == rows[-1:]
+    assert made == [(AT, 4)]  # tokens of a text, and bits
 
 
 @pytest.mark.parametrize("method", ["forward", "kl"])
@@ -301,12 +313,16 @@ def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) 
     shares = window_shares(task.spending, kept, alike, PASSES[0], text_changes)
     assert shares[FAR_LAYER] == 1.0
     assert task.spending.sizes.total((), windows) <= task.spending.allowed
+    shares = window_shares(task.spending, (), alike, PASSES[0], lambda others: [-float(sum(some)) for some in others])
+    windows = tuple(task.spending.in_groups(share * window) for share, window in zip(shares, alike, strict=True))
+    assert task.spending.sizes.total((), windows) <= task.spending.allowed
 
 
 @pytest.mark.parametrize("bits", [16, 4])
 @torch.no_grad()
-def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) -> None:
-    """As complete models in these bits are, on every 8th token."""
+def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As complete models in these bits are, on every 8th of the last tokens."""
+    monkeypatch.setattr(allocation, "POSITIONS", 160)
     task = tiny_task(far, BUDGET)
     loaded = task.teacher.load_weights(torch.device("cpu"), torch.float32)
     shares: list[float] = []
@@ -320,7 +336,7 @@ def test_other_windows_are_measured_from_their_layer_on(far: Path, bits: int) ->
     assert shares[-1] == 1.0
     restricted = restrict_heads(sharing_copy(loaded), {FAR_LAYER: [1 - FAR_HEAD]}, windows, 4)
     models = loaded, set_cache_bits(restricted, bits)
-    want, got = (model(measure.text.ids).logits[:, ::8].flatten(0, 1).log_softmax(-1) for model in models)
+    want, got = (model(measure.text.ids).logits[:, -160::8].flatten(0, 1).log_softmax(-1) for model in models)
     kl = F.kl_div(got, want, log_target=True, reduction="batchmean")
     assert measure(kept, windows)[0] == pytest.approx(float(kl), rel=1e-3)
 
@@ -340,8 +356,8 @@ def test_by_derivatives_each_layer_changes_once_at_a_time(far: Path, monkeypatch
 
     monkeypatch.setattr(Scorer, "gradients", gradients)
     windows = (33, 65, 33, 33)
-    others = [(97, 65, 33, 33), (129, 65, 33, 33), (33, 33, 33, 33), (33, 65, 33, 97)]
+    others = [(97, 65, 33, 33), (129, 65, 33, 33), (33, 33, 33, 33), (33, 129, 33, 33), (33, 65, 33, 97)]
     found = measure.text_changes(((FAR_LAYER, 0),), windows, others)
-    assert [list(row) for row in calls] == [[97, 33, 33, 97], [129, 33, 33, 97]]
-    assert found == [201.0, 401.0, 405.0, 413.0]
+    assert [list(row) for row in calls] == [[97, 129, 33, 97], [129, 33, 33, 97]]
+    assert found == [201.0, 401.0, 405.0, 205.0, 413.0]
     assert measure(((FAR_LAYER, FAR_HEAD),), windows)[1] is None

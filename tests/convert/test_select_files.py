@@ -70,6 +70,7 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
         # The windows of the plan without states, which a budget of these bytes makes shorter where there are states.
         spending = Spending(Budget.parse(f"{sizes[0]}@2k"), planned)
         assert spending.usual_count() == len(selection.kept)
+        assert spending.counts()[7:] == ([22, 26, 29, 32] if mixer == "window" else [21, 24, 27, 30])
         windows = spending.windows(selection.kept, shares[0])
         assert windows is not None
         assert planned.total(selection.kept, windows) == pytest.approx(sizes[0], rel=2e-3)
@@ -80,6 +81,8 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
 def test_budgets_in_units() -> None:
     for budget, units in {"7": 7, "25%": 7, "10%": 3, "29": 29, "50%": 15}.items():
         assert Budget.parse(budget).units(THIRTY) == units
+    hundred = Candidates(tuple((i,) for i in range(100)), (), None)
+    assert Budget.parse("29%").units(hundred) == 29  # 0.29 * 100 is a little less
 
 
 def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more() -> None:
@@ -123,6 +126,9 @@ def test_the_usual_budget_is_that_of_convert(far: Path) -> None:
     for options, text, unit in usual:
         task = tiny_task(far, "auto", **options)
         assert (task.budget.text, task.options.unit) == (text, unit)
+    beside_sliding = Candidates(((0,), (2,), (4,), (6,), (8,)), (1, 3, 5, 7), 512)
+    assert Budget.usual(beside_sliding, True).text == "3"
+    assert Budget.usual(Candidates(((0,), (1,)), (), None), False).text == "1"
 
 
 def test_without_a_gpu_few_derivatives_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

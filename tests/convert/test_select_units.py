@@ -6,6 +6,7 @@ import ast
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,11 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_convert.select import methods, probe_text, probes, run
-from deltanet_convert.select.methods import Forward
+from deltanet_convert.select.methods import Forward, Gradient
 from deltanet_convert.select.objectives import AnswerLoss, TextKL
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.select.probes import haystack, selection_probes
-from deltanet_convert.select.references import References
+from deltanet_convert.select.references import References, _problem
 from deltanet_convert.select.scoring import ScaledLoss, Scorer
 from deltanet_convert.select.switchable import SwitchableModel, blended
 from deltanet_convert.select.units import SHORT, Candidates, Unit, evenly, every_nth
@@ -213,6 +214,7 @@ def test_probes_fill_their_length_and_ask_for_what_the_text_says() -> None:
             assert places, probe.format
     assert found == selection_probes(tokenizer, text, 500, 3, 64, seed=5)
     assert found != selection_probes(tokenizer, text, 500, 3, 64, seed=6)
+    assert AnswerLoss(found).thinned(2).probes == [probe for place, probe in enumerate(found) if place % 3 != 1]
 
 
 def test_probes_that_do_not_fit_are_refused() -> None:
@@ -313,9 +315,27 @@ def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatc
     assert scored == [methods.SHORTLIST * 20]
 
 
+def test_gains_are_what_a_unit_takes_off_the_score() -> None:
+    """By forward passes; and by derivatives, here the squares of the gates, as the midpoint rule has their integral."""
+    scorer: Any = SimpleNamespace(with_each=lambda *given: (torch.tensor([2.0]), torch.tensor([[1.0], [1.5]])))
+    score = ScaledLoss(scorer, cast(Any, None), torch.tensor([1.0]), torch.tensor([3.0]))
+    assert score.with_each([(0,)], [(1,), (2,)]) == ({(1,): 0.5, (2,): 0.25}, {(1,): 0.0, (2,): 0.25})
+    slopes = torch.tensor([[0.8, 1.6], [2.4, 0.4]])
+    derived: Any = SimpleNamespace(gates=lambda kept: torch.zeros(2, 2), gradients=lambda gates: -(gates**2) * slopes)
+    keep = Gradient(derived, [(0, 0), (0, 1), (1, 0), (1, 1)])
+    first, second = keep([]), keep([(1, 0)])
+    assert (first.unit, first.score) == ((1, 0), pytest.approx(0.25))
+    assert first.gains == pytest.approx({(0, 0): 0.25, (0, 1): 0.5, (1, 0): 0.75, (1, 1): 0.125})
+    assert (second.unit, second.score) == ((0, 1), pytest.approx(-0.25))
+    assert second.gains.keys() == {(0, 0), (0, 1), (1, 1)}
+
+
 def test_formats_that_say_nothing_are_dropped(tmp_path: Path) -> None:
     score = ScaledLoss(cast(Any, None), cast(Any, None), torch.tensor([1.0]), torch.tensor([3.0]))
     assert score.rescaled(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [0.0, 0.5, 1.0]
+    problems = [_problem(*losses) for losses in ((0.1, 0.19), (0.1, 0.21), (2.0, 2.3), (2.0, 2.4))]
+    said = ["full attention gains nothing", None, "too hard for the teacher", None]
+    assert [problem and problem.partition(" (")[0] for problem in problems] == said
     tiny_teacher("llama", max_position_embeddings=512).save_pretrained(tmp_path / "random")
     tiny_tokenizer().save_pretrained(tmp_path / "random")
     with pytest.raises(UserError, match=r"random: full attention answers no probe format better.*choose --method kl"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind_of(tiny_student("qwen3")) == "converted"
     assert kind_of(tiny_mixture("llama", mixture_table())) == "converted"
     for family in ("llama", "phi3"):
-        monkeypatch.setattr("deltanet_hf.evaluation.speed.subjects._parameters", lambda model: 8.03e9)
-        assert shape_of(tiny_teacher(family)) == "8.0B"
+        for count, name in ((8.03e9, "8.0B"), (999.6e6, "1.0B"), (999.4e6, "999M")):
+            monkeypatch.setattr("deltanet_hf.evaluation.speed.subjects._parameters", lambda model, count=count: count)
+            assert shape_of(tiny_teacher(family)) == name
         monkeypatch.undo()
         assert shape_of(tiny_student(family)) == shape_of(tiny_teacher(family))
 
@@ -221,16 +223,30 @@ def test_a_graph_has_places_for_its_tokens_only(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(1000))
-    monkeypatch.setattr(speed, "_now", lambda cuda: 2.0 * next(ticks))
+    """Medians of the runs after the first, by prompts and steps in turn."""
+    clock = iter(itertools.accumulate([0.0, 90.0, 0.0, 80.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 0.0, 5.0]))
+    monkeypatch.setattr(speed, "_now", lambda cuda: next(clock))
     monkeypatch.setattr(speed, "_DECODED", 4)
     model = tiny_teacher("llama")
     point = speed.measure_speed(model, 10, batch=3, repeats=2)
-    assert (point.prefill_tokens_per_second, point.decode_tokens_per_second) == (15.0, 6.0)
+    assert (point.prefill_tokens_per_second, point.decode_tokens_per_second) == (10.0, 3.0)
     cache = DynamicCache(config=model.config)
     model(torch.zeros(3, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     assert point.cache_bytes == cache_bytes(cache)
     assert MODES == {"eager": EAGER, "graph": GRAPH}
+
+
+def test_a_row_has_milliseconds_of_a_step_and_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding is checked on no longer texts than the contexts."""
+    lengths: list[int] = []
+    place = "deltanet_hf.evaluation.speed.bench"
+    monkeypatch.setattr(f"{place}.measure_speed", lambda *_: speed.SpeedPoint(16, 15.0, 6.0, 2_500_000, None))
+    monkeypatch.setattr(f"{place}.check_decoding", lambda *_, length: lengths.append(length) or 0.0)
+    subject = Subject("0M", "teacher", lambda: tiny_teacher("llama"))
+    (row,) = measure([subject], Conditions([16], [2], ["eager"], 1), lambda line: None)
+    times = {"prefill_tokens_per_s": 15.0, "decode_ms": 333.3333, "cache_mb": 2.5}
+    assert row == {"shape": "0M", "kind": "teacher", "mode": "eager", "batch": 2, "context": 16, **times}
+    assert lengths == [16]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from deltanet_hf.evaluation.measures.measure import Measured
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.evaluation.training_free import WindowPolicy
-from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.restrict import restrict_heads
 from measuring.eviction import __main__ as eviction
 from measuring.eviction import gates
@@ -124,12 +124,17 @@ def test_models_and_policies_of_the_front_have_the_bits_that_are_asked_for(
 
 
 @torch.no_grad()
+def divergences(teacher: Any, windows: np.ndarray, model: Any) -> torch.Tensor:
+    """KL of a model from the teacher [N, T - 1], in nats, on windows [N, T]."""
+    ids = torch.from_numpy(windows.astype(np.int64))
+    wanted, found = (each(ids).logits[:, :-1].log_softmax(-1) for each in (teacher, model))
+    return (wanted.exp() * (wanted - found)).sum(-1)
+
+
 def divergence(teacher: Any, arrays: Path, model: Any) -> float:
     """KL of a model from the teacher, in nats per token, on three windows of 64 tokens."""
     windows = np.load(arrays / "heldwiki.npy")[: 31 * 64].reshape(31, 64)
-    ids = torch.from_numpy(windows[[0, 15, 30]].astype(np.int64))
-    wanted, found = (each(ids).logits[:, :-1].log_softmax(-1) for each in (teacher, model))
-    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+    return float(divergences(teacher, windows[[0, 15, 30]], model).mean())
 
 
 def test_runs_share_figures(
@@ -183,27 +188,46 @@ def test_a_row_of_the_front_with_suites(
     assert hybrid_row.compared(Measured(0, better), Measured(0, without)) == {"better": [], "worse": []}
 
 
-def test_a_row_of_states_with_a_suite(
+def test_rows_of_states_with_a_suite(
     arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On the first and the last of so many windows, in the bits that are asked for."""
     pytest.importorskip("lm_eval")
-    monkeypatch.setattr(state_rows, "TEXTS", dict.fromkeys(state_rows.KL, ("novels", 200, 2)))
+    sizes = {"1k": 64, "4k": 100, "8k": 200}
+    monkeypatch.setattr(state_rows, "TEXTS", {name: ("novels", size, 3) for name, size in sizes.items()})
     cell = recall_cells.CELLS["needles_1k"][0]
-    monkeypatch.setattr(recall_cells, "CELLS", dict.fromkeys(state_rows.FACTS, (cell, 420, 2)))
+    monkeypatch.setattr(recall_cells, "CELLS", dict.fromkeys(state_rows.FACTS, (cell, 420, 3)))
     monkeypatch.setattr(recall_cells, "LONG", {})
+    monkeypatch.setattr(
+        state_rows, "run_facts", lambda folder: {"tokens": 512, "seed": 3} if folder.name == "local" else {}
+    )
     rows = [{"text": f"The {n}th river is called", "value": "Nile"} for n in range(3)]
     (tmp_path / "squad_completion").mkdir()
     (tmp_path / "squad_completion/validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(TaskSuites, "__call__", lambda *_: {"completion": Clusters(np.array([1.0, 0, 1]), np.ones(3))})
-    out, teacher = tmp_path / "rows.json", str(teacher_folder)
-    state_rows.main(arrays, out, teacher, [f"itself={teacher}"], tasks=tmp_path, column=["completion"])
-    (row,) = json.loads(out.read_text())
+    out, teacher, local = tmp_path / "rows.json", str(teacher_folder), tmp_path / "local"
+    table = tiny_table(layers=(0,), mixer="window", window=9)
+    tiny_mixture("llama", table, vocab_size=VOCABULARY, max_position_embeddings=2048).save_pretrained(local)
+    models = [f"itself={teacher}", f"local={local}"]
+    state_rows.main(arrays, out, teacher, models, bits=4, limit=2, tasks=tmp_path, column=["completion"])
+    itself, row = json.loads(out.read_text())
     assert (row["completion"], row["stderr"]["completion"]) == (66.7, 33.3)
-    assert row["kl_8k"] == pytest.approx(0, abs=1e-4)
-    items = front.load_items(out)["itself"].clusters
+    assert [(one["tokens"], one["seed"], one["bits"]) for one in (itself, row)] == [(0, None, 4), (512, 3, 4)]
+    whole, tokens = load_for_measure(teacher, torch.device("cpu")), np.load(arrays / "novels.npy")
+    for one, folder in ((itself, teacher), (row, str(local))):
+        model = set_cache_bits(load_for_measure(folder, torch.device("cpu")), 4)
+        assert [one["mb_2k"], one["mb_32k"]] == [round(stored_bytes(model, n, 4) / 1e6, 3) for n in (2048, 32768)]
+        for name, size in sizes.items():
+            windows = tokens[: len(tokens) // size * size].reshape(-1, size)
+            kl = divergences(whole, windows[[0, -1]], model)
+            assert one[f"kl_{name}"] == pytest.approx(float(kl.mean()), rel=1e-3, abs=1e-5)
+        assert one["kl_8k_last_quarter"] == pytest.approx(float(kl[:, -50:].mean()), rel=1e-3, abs=1e-5)
+    items = front.load_items(out)["local"].clusters
     assert items["completion"].sums.tolist() == [1, 0, 1]
-    assert len(items["kl_8k"].sums) == 2
+    assert len(items["kl_8k"].sums) == len(items["needles_2k"].sums) == 2
+    assert "--limit 2 " in row["command"]
     assert "--column=completion" in row["command"]
+    assert row["command"].endswith("--bits 4")
     for column, reason in (("humaneval", "needs HF_ALLOW_CODE_EVAL=1"), ("squad", "no such suite")):
         with pytest.raises(UserError, match=f"^--column {column}: {reason}$"):
             state_rows.main(arrays, out, teacher, [], tasks=tmp_path, column=[column])

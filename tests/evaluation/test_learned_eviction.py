@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +16,9 @@ from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_recipes.schema import Long
 from measuring.eviction import attention, training
 from measuring.eviction import gates as gates_module
+from measuring.eviction.__main__ import share_of, training_rows
 from measuring.eviction.attention import Reach, evicting_attention, packed
-from measuring.eviction.gates import Gates, Heads
+from measuring.eviction.gates import OPEN, Gates, Heads
 from measuring.eviction.training import target, train_gates
 from support.tiny_models import tiny_teacher
 
@@ -79,9 +82,11 @@ def test_blocks_and_mask_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, attention.by_mask(queries, keys, values, reach, 0.3))
 
 
-def with_gates(seed: int | None = None, scale: float = 1.0, **changes: Any) -> tuple[torch.nn.Module, Gates]:
+def with_gates(
+    seed: int | None = None, scale: float = 1.0, family: str = "llama", **changes: Any
+) -> tuple[torch.nn.Module, Gates]:
     """A teacher with gates in all heads; of random numbers if there is a seed."""
-    model = tiny_teacher("llama", **changes)
+    model = tiny_teacher(family, **changes)
     gates = Gates(model, Heads.of(model.config)).eval()
     if seed is not None:
         torch.manual_seed(seed)
@@ -103,18 +108,33 @@ def test_soft_and_hard_gates_agree_where_they_are_saturated() -> None:
     assert (model(IDS).logits - hard).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["llama", "granite"])
 @torch.no_grad()
-def test_open_gates_leave_the_teacher_in_4_bits() -> None:
-    model, _ = with_gates()
-    packed = set_cache_bits(tiny_teacher("llama"), 4)(IDS).logits
+def test_open_gates_leave_the_teacher_in_4_bits(family: str) -> None:
+    model, _ = with_gates(family=family)
+    packed = set_cache_bits(tiny_teacher(family), 4)(IDS).logits
     error = (model(IDS).logits - packed).abs().mean()
-    assert error < 0.1 * (tiny_teacher("llama")(IDS).logits - packed).abs().mean()
+    assert error < 0.1 * (tiny_teacher(family)(IDS).logits - packed).abs().mean()
+
+
+@torch.no_grad()
+def test_gates_of_some_heads_are_maps_of_inputs_at_length_1() -> None:
+    model: Any = tiny_teacher("llama")
+    gates = Gates(model, Heads.of(model.config, ((0, 1), (2, 0), (2, 1)), (5,) * 4)).eval()
+    gates.maps[0].weight.normal_(generator=torch.Generator().manual_seed(0))
+    model(IDS)
+    x = model.model.layers[0].input_layernorm(model.model.embed_tokens(IDS))
+    wanted = (x / x.norm(dim=-1, keepdim=True)) @ gates.maps[0].weight[1] + OPEN
+    torch.testing.assert_close(gates.numbers[0][:, 0], wanted)
+    assert [numbers.shape[1] for numbers in gates.numbers] == [1, 0, 2, 0]
+    assert gates.kept == 1  # none is below 0
 
 
 def test_bytes_are_those_of_the_cache() -> None:
     teacher = tiny_teacher("llama")
     whole, windows = Heads.of(teacher.config), (33, 65, 65, 129)
     assert whole.bytes(500, 1.0) - stored_bytes(teacher, 500, 4) == 4 * (8 - 4)  # a count per head, not per layer
+    assert whole.bytes(148, 0.5) == whole.bytes(96, 1.0) < whole.bytes(150, 0.5)  # half of what is beyond 40 + 4
     chosen = ((0, 1), (2, 0), (2, 1))
     policy = WindowPolicy((), 129, heads=chosen, windows=windows).apply(teacher)
     some = Heads.of(teacher.config, chosen, windows)
@@ -124,6 +144,18 @@ def test_bytes_are_those_of_the_cache() -> None:
     assert some.bytes(2000, share) <= some.bytes(2000, 0.3)
     with pytest.raises(UserError, match=r"^--keep: at 2,000 tokens gates leave 0\.\d to 0\.\d MB; give a budget"):
         some.share(10**9, 2000)
+
+
+def test_budgets_and_rows_of_a_training(tmp_path: Path) -> None:
+    teacher = tiny_teacher("llama")
+    heads, allowed = Heads.of(teacher.config), int(0.12 * stored_bytes(teacher, 2000, 16))
+    assert share_of("12%@2000", heads, teacher) == heads.share(allowed, 2000)
+    assert share_of("25%", heads, teacher) == 0.25
+    np.save(tmp_path / "text.npy", np.arange(1000))
+    stage = Long(tokens=512, sequence_length=128, batch_tokens=256)
+    rows = training_rows(tmp_path / "text.npy", stage, 0)
+    assert sorted(rows.tolist()) == torch.arange(512).view(4, 128).tolist()
+    assert not torch.equal(rows, torch.arange(512).view(4, 128))
 
 
 def test_the_penalty_reaches_its_target(monkeypatch: pytest.MonkeyPatch) -> None:

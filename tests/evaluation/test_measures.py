@@ -91,6 +91,14 @@ def test_probes_count_what_greedy_decoding_gives() -> None:
     found = answer_outcomes(model, probes)
     assert found.exact.tolist() == [True, False, True, True]
     assert found.owners.tolist() == [0, 1, 1, 2]
+    figures = measure(model, Settings(probes={"p": probes})).clusters
+    assert [figures[name].sums.tolist() for name in ("p", "p.first")] == [[1, 1, 1], [1, 2, 1]]
+
+
+def test_the_control_has_the_questions_without_the_facts() -> None:
+    told = Probe(tuple(range(10)), ((8, 10),), ((3, 5),))
+    wanted = Probe((0, 1, 2, 5, 6, 7, 8, 9), ((6, 8),))
+    assert Settings(probes={"p": [told]}).without_facts().probes == {"p": [wanted]}
 
 
 def test_associative_recall_asks_every_key_once(tokenizer: PreTrainedTokenizerFast) -> None:

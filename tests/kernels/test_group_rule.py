@@ -36,7 +36,7 @@ from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, by_triton
 CASES = [
     *(Case(f"T={T}", T=T, B=2, H=2) for T in (1, 31, 33, 128)),
     Case("query heads share a state", T=110, B=2, H=1, HQ=3, K=24, V=20),
-    Case("value heads share a key head", T=100, H=1, HV=3, K=20, V=40),
+    Case("value heads share key heads", T=100, H=2, HV=4, K=20, V=40),
     Case("one key head, 4 queries, 2 values", T=70, H=1, HQ=4, HV=2, V=24),
     Case("no norm, no state, scale", T=96, l2norm=False, initial_state=False, scale=-0.7),
     Case("g=0", T=100, g="zero"),
@@ -47,8 +47,8 @@ CASES = [
     Case("beta=2 on equal keys, gated", T=130, H=2, beta="two", keys="equal", condition=5),
 ]
 INTERPRETED = {
-    "T=33": (64,), "query heads share a state": (32, 64), "value heads share a key head": (64,),
-    "no norm, no state, scale": (32,), "closed at a chunk's last token": (64,), "g=-inf": (64,), "beta=0": (64,),
+    "T=33": (64,), "query heads share a state": (32, 64), "value heads share key heads": (64,),
+    "no norm, no state, scale": (32,), "closed at a chunk's last token": (64,), "g=-inf": (32, 64), "beta=0": (64,),
 }  # fmt: skip
 CHOSEN = [(case, C) for case in CASES for C in ((32, 64) if GPU else INTERPRETED.get(case.name, ()))]
 pytorch, triton = by_pytorch(chunk_group_gated_delta_rule), by_triton(chunk_group_gated_delta_rule)

@@ -22,6 +22,7 @@ from deltanet_kernels import (
 from deltanet_kernels.group_rule.calls import KEPT, GroupStepCall
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
+from support.refusals import assert_refused
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
 
 GROUPS, D = 2, 64  # the window's; tokens 96 and 128 are the first before which a group leaves
@@ -38,6 +39,7 @@ def step(
     gated: bool = True,
     turns_back: bool = False,
     dtype: torch.dtype = torch.float32,
+    sinks: int = 4,
 ) -> GroupStepCall:
     """A call on CPU, of sequences of so many tokens and so many query heads, states and key heads."""
     make = torch.Generator().manual_seed(1)
@@ -63,7 +65,7 @@ def step(
     back = normal(1, 1, turned)
     turn = (back.cos().to(dtype), back.sin().to(dtype)) if turns_back else (None, None)
     token = PackedStepCall(
-        *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * GROUPS + 1, 4, None, 0.3, None,
+        *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * GROUPS + 1, sinks, None, 0.3, None,
         *rotation, edge=32, turn_cos=turn[0], turn_sin=turn[1],
     )  # fmt: skip
     z, norm_weight = (normal(B, 1, HQ, D).to(dtype), normal(HQ, D).to(dtype)) if gated else (None, None)
@@ -86,7 +88,7 @@ def copied(call: Any, device: str = "cpu") -> Any:
         {},
         {"ordered": False, "turned": 0, "heads": (2, 2, 2), "gated": False},
         {"bits": 8, "ordered": False, "turned": 32, "int8": False, "heads": (4, 4, 2), "turns_back": True},
-        {"dtype": torch.float16, "turned": 0, "heads": (3, 1, 1)},
+        {"dtype": torch.float16, "turned": 0, "heads": (3, 1, 1), "sinks": 0},
     ],
     ids=str,
 )
@@ -179,10 +181,21 @@ def test_only_where_a_group_leaves_the_state_changes() -> None:
     assert [bool((x != y).any()) for x, y in zip(before, call.state, strict=True)] == [False, False, True, False, True]
 
 
-def test_another_window_than_that_of_the_cache_is_refused() -> None:
-    call = step()
-    with pytest.raises(ValueError, match="got window=33 and edge=32 of 2 groups, needs 65 and 32"):
-        group_gated_delta_step_(*call._replace(token=call.token._replace(window=33)))
+def test_what_is_refused() -> None:
+    call, gates = step(), torch.zeros(1, 9, 2)
+    token = call.token
+    empty = PackedKeyValues(*(x[:, :, :0] for x in token.cache[:4]), *token.cache[4:])  # type: ignore[arg-type]
+    rows: list[tuple[Any, type[Exception], str]] = [
+        ({"token": token._replace(window=33)}, ValueError, "got window=33 and edge=32 of 2 groups, needs 65 and 32"),
+        ({"token": token._replace(q=token.q[:, :, :3])}, ValueError, "got 3 query heads, 2 states, 1 key heads and 2"),
+        ({"token": token._replace(cache=empty, window=1)}, ValueError, "1 key heads and 0 groups; each number"),
+        ({"state_scale": None}, TypeError, "state: got dtype torch.int8, needs torch.int8 with a state_scale and only"),
+        ({"beta": call.beta.float()}, TypeError, "beta: got dtype torch.float32, needs torch.bfloat16"),
+        ({"max_strength": 3}, ValueError, "max_strength: got 3, needs 1 or 2"),
+    ]
+    assert_refused(lambda **changes: group_gated_delta_step_(*call._replace(**changes)), rows)
+    with pytest.raises(ValueError, match="groups: got -1, needs at least 0"):
+        group_gates(gates, gates, gates[0, 0], gates[0, 0], -1, 4)
 
 
 def test_the_operators_are_registered_consistently() -> None:

@@ -60,9 +60,9 @@ CASES = [
     Prompt("no rotation, odd heads", rope=0, D=7, heads=(1, 1, 1)),
     Prompt("partly rotated odd heads", B=2, rope=6, D=21, heads=(2, 2, 2), window_heads=2, positions=2),
     Prompt("several writes", heads=(2, 4, 4), offsets=2, window_heads=2),
-    Prompt("9 and 3 heads, two tiles", T=34, heads=(9, 3, 3), D=64, rope=64, window_heads=3),
-    Prompt("heads of 128, two tiles", T=17, heads=(1, 1, 1), D=128, rope=128),
-    Prompt("heads of 100, a whole tile", T=16, D=100, rope=50),
+    Prompt("9 and 3 heads, two tiles", T=66, heads=(9, 3, 3), D=64, rope=64, window_heads=3),
+    Prompt("heads of 128, two tiles", T=33, heads=(1, 1, 1), D=128, rope=128),
+    Prompt("heads of 100, a whole tile", T=32, D=100, rope=50),
     Prompt("heads of 1", D=1, rope=0),
     Prompt("repeated heads", B=2, heads=(6, 2, 2), repeats=3, offsets=6, window_heads=2),
     Prompt("repeated heads as they are", repeats=2, taps=0, rope=0, window_heads=0),
@@ -222,7 +222,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"k_offset": torch.zeros(2, 16)}, "k_offset: got shape"),
     ({"k_offset": torch.zeros(1, 16).int()}, "k_offset: got dtype torch.int32"),
     ({"conv_weight": torch.zeros(64, 4).requires_grad_()}, "prompt_inputs has no gradients"),
-    ({"window_heads": 2}, "window_heads: got 2, needs at most 1, the heads of k"),
+    (
+        {"window_heads": 2, "kv_repeats": 2, "conv_weight": None, "conv_tail": None, "output_tail": False},
+        "window_heads: got 2, needs at most 1, the heads of k",
+    ),
     ({"kv_repeats": 0}, "kv_repeats: got 0, needs at least 1"),
     ({"kv_repeats": 1.0}, "kv_repeats: got float, needs int"),
     ({"kv_repeats": 2}, r"conv_weight: got shape \[64, 4\], needs \[C, W\] with C = 96"),
@@ -266,7 +269,7 @@ WRONG_GATES: list[tuple[dict[str, Any], str]] = [
     ({"A_log": torch.zeros(3)}, r"A_log: got shape \[3\], needs \[H\]"),
     ({"dt_bias": None}, "dt_bias: got NoneType"),
     ({"A_log": torch.zeros(4).requires_grad_()}, "gate_values has no gradients"),
-    ({"limit": 3}, "limit: got 3, needs 1 or 2"),
+    *(({"limit": limit}, f"limit: got {limit}, needs 1 or 2") for limit in (0, 3)),
 ]
 
 

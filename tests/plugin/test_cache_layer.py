@@ -18,7 +18,7 @@ from deltanet_hf.mixers.cache.protocol import TensorShape
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.sessions import Snapshot, load_session, save_session
-from support.tiny_models import tiny_student
+from support.tiny_models import teacher_config, tiny_student
 
 CONFIG: Any = SimpleNamespace()  # no sliding windows
 
@@ -40,6 +40,11 @@ def filled(tokens: int) -> DynamicCache:
     softmax.update(torch.randn(2, 1, tokens, 4), torch.randn(2, 1, tokens, 4))
     cache.layers.append(MixedCacheLayer({"log": log, "softmax": softmax}, "softmax"))
     return cache
+
+
+def test_a_sliding_layer_takes_prompts_shorter_than_its_window() -> None:
+    layer = as_cache_layer(DynamicCache(config=teacher_config("mistral")).layers[0])
+    assert [layer.takes_prompt(tokens) for tokens in (7, 8)] == [True, False]
 
 
 def test_its_tensors_grow_at_fixed_addresses_and_come_back() -> None:

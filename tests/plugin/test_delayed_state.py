@@ -259,12 +259,21 @@ def test_a_text_that_fits_into_the_window_gets_the_teachers_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bits": 8}, {"bits": 4, "state_dtype": "int8"}, {"bits": 4, "output_gate": False}], ids=str
+    "changes",
+    [
+        {"bits": 8, "state_dtype": "bfloat16"},
+        {"bits": 4, "state_dtype": "int8"},
+        {"bits": 4, "output_gate": False, "allow_neg_eigval": True},
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_the_fast_form(changes: dict[str, Any]) -> None:
-    """Its kernels for a prompt and for steps, of two texts of different lengths, beside the operations of the layer."""
+    """Its kernels for a prompt and for steps, with capped scores, beside the operations of the layer."""
     model, _ = layer(**changes)
+    for own in model.model.layers:
+        own.self_attn.window_branch.softcap = 0.5
+        own.self_attn.norm.eps = 1e-3
     tokens = torch.randint(3, 97, (2, 135), generator=torch.Generator().manual_seed(2))
 
     def read(parts: tuple[int, ...]) -> torch.Tensor:
@@ -313,6 +322,8 @@ def test_a_step_of_sequences_in_rows_of_larger_tensors() -> None:
         ({"bits": 16}, False),
         ({"k_offset": True}, False),
         ({"qk_activation": "silu"}, False),
+        ({"mixer": "gated_linear"}, False),
+        ({"family": "gpt_oss"}, False),
     ],
     ids=str,
 )
@@ -340,6 +351,12 @@ def test_a_state_in_8_bits_is_rounded_once_a_group() -> None:
         assert (error <= 0.51 * max(0, t // GROUP - 1) * state["state_scale"]).all()
     assert error.max() > 0
     close(torch.cat(outputs, 1), by_definition(model, kind, x))
+
+
+def test_the_states_of_sliding_layers_have_all_tokens() -> None:
+    for given, wanted in (("int8", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        settings = layer(family="gemma2", state_dtype=given)[0].model.layers[0].self_attn.settings
+        assert (settings.delayed, settings.state_dtype) == (False, wanted)
 
 
 def test_what_is_refused() -> None:

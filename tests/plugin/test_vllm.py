@@ -62,10 +62,6 @@ def test_every_family_with_states_windows_and_softmax_layers(model_type: str) ->
     assert_equal(served_model(model_type, mixture_table()), prompts(*LENGTHS))
 
 
-def test_scaled_logits_of_granite() -> None:
-    assert_equal(served_model("granite", mixture_table(), logits_scaling=4.0), prompts(9, 60))
-
-
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("window", "mixed_heads")])
 def test_every_mixer_between_softmax_layers(mixer: str) -> None:
     assert_equal(served_model("llama", tiny_table(layers=(0, 2), mixer=mixer)), prompts(*LENGTHS))

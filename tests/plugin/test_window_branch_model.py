@@ -58,6 +58,7 @@ def test_a_cache_has_the_bytes_of_the_plan_at_any_length(family: str, dtype: tor
     channels = mixer.conv_channels * (mixer.settings.conv_size - 1) * dtype.itemsize
     state = heads * size * size * getattr(torch, state_dtype).itemsize
     assert mixer.state_bytes(dtype) == kept + channels + state
+    assert mixer.stored_bytes(dtype, 100, 16) == places * 2 * heads * size * dtype.itemsize + channels + state
 
 
 def left_padded(ids: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:

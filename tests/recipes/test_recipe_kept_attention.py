@@ -94,12 +94,14 @@ def test_an_adapter_on_a_shared_matrix_changes_the_values_only(tmp_path: Path, t
     stage = Distil(tokens=8192, train=train, kept_qk="frozen", optimizer={"name": "muon"})
     train_for(student, stage, seed=0)
     parameters = [p for p in student.parameters() if p.requires_grad]
+    down = {name: p.clone() for name, p in student.named_parameters() if "lora_A" in name}
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     with shared_rows_held(student, stage, sharded=False):
         for _ in range(2):  # an adapter's A has no gradient in the first step
             student(torch.arange(4, 40)[None]).logits.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+    assert not any(torch.equal(student.get_parameter(name), before_it) for name, before_it in down.items())
     merge_lora(student)
     moved = (student.model.layers[1].self_attn.qkv_proj.weight != before).any(1)
     assert not moved[:64].any()

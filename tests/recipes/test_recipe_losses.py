@@ -16,12 +16,7 @@ from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.schema import Align
 from deltanet_recipes.schema_sections import Optimizer
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
-from deltanet_recipes.training.losses import (
-    ChunkedLoss,
-    Head,
-    KlTerms,
-    live_chunk,
-)
+from deltanet_recipes.training.losses import RECALL_CAP, ChunkedLoss, Head, KlTerms, live_chunk
 from deltanet_recipes.training.objectives import Batch, DistilLoss
 from deltanet_recipes.training.optim import make_optimizers, orthogonalise, rate_factor
 from support.tiny_models import tiny_mixture, tiny_student, tiny_teacher
@@ -48,26 +43,35 @@ def example(seed: int = 0) -> tuple[torch.Tensor, ...]:
         (KlTerms(0.7, 0.3, 2.0), 7),
         (KlTerms(0.7, 0.3, 2.0), 100),
         (KlTerms(1.0, 0.0, 1.5, reverse=True), 7),
+        (KlTerms(0.7, 0.3, 2.0, recall_weight=2.0), 100),
+        (KlTerms(0.7, 0.3, 2.0, reverse=True, recall_weight=2.0), 7),
     ],
 )
 def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: int) -> None:
     hidden, weight, labels, other, other_weight = example()
-    head = Head(divisor=2.0, softcap=5.0)
-    h = hidden.clone().requires_grad_()
-    chunk = live_chunk(head, Head(), terms)
-    total, kl, ce = ChunkedLoss.apply(chunk, size, h, weight, labels, (other,), (other_weight,))
+    windowed = example(1)[3]
+    h, h2 = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    chunk = live_chunk(Head(divisor=2.0, softcap=5.0), Head(softcap=4.0), terms)
+    given = (
+        ((other, windowed), (other_weight, torch.tensor(1.7))) if terms.recall_weight else ((other,), (other_weight,))
+    )
+    total, kl, ce = ChunkedLoss.apply(chunk, size, h, weight, labels, *given)
     (3.0 * total).backward()
 
-    h2 = hidden.clone().requires_grad_()
     student = 5.0 * torch.tanh((h2 @ weight.T).float() / 2.0 / 5.0)
-    scored = labels >= 0
-    teacher = (other @ other_weight.T).float()
+    scored, weights = labels >= 0, torch.ones(())
+    teacher, near = (4.0 * torch.tanh((x @ other_weight.T).float() / 4.0) for x in (other, windowed))
+    if terms.recall_weight:
+        log_t, log_n = teacher.log_softmax(-1), near.log_softmax(-1)
+        divergence = (log_t.exp() * (log_t - log_n)).sum(-1)
+        weights = (1 + terms.recall_weight * divergence.clamp(max=RECALL_CAP)) / 1.7
     p, q = (F.log_softmax(x / terms.temperature, -1) for x in (teacher, student))
     if terms.reverse:
         p, q = q, p
-    plain_kl = ((p.exp() * (p - q)).sum(-1) * terms.temperature**2)[scored].sum()
+    each = (p.exp() * (p - q)).sum(-1) * terms.temperature**2
+    plain_kl = each[scored].sum()
     plain_ce = F.cross_entropy(student[scored], labels[scored], reduction="sum")
-    plain = terms.kl_weight * plain_kl + terms.ce_weight * plain_ce
+    plain = terms.kl_weight * (each * weights)[scored].sum() + terms.ce_weight * plain_ce
     (3.0 * plain).backward()
     torch.testing.assert_close(total.double(), plain.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kl.double(), plain_kl.detach().double(), rtol=1e-5, atol=1e-5)
@@ -110,6 +114,11 @@ def test_the_objective_compares_with_the_teacher_within_its_positions() -> None:
     torch.testing.assert_close(torch.stack([kl, hidden]), torch.stack([short_kl, short_hidden]), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(total, kl + 0.5 * hidden + 0.25 * (ce - short_ce), rtol=1e-4, atol=1e-4)
     assert min(kl, hidden, ce - short_ce) > 1
+    rows = make_rows(ids[:, :41], np.ones((2, 41), dtype=bool), EOS, False)
+    runners = LayerRunner(student), LayerRunner(teacher)
+    layers = zip(*(runner.run_layers(runner.embed(rows, None))[1] for runner in runners), strict=True)
+    errors = [(ours - theirs).square().sum(-1) / theirs.square().sum(-1) for ours, theirs in layers]
+    torch.testing.assert_close(hidden, torch.stack(errors).mean(0)[rows.scored].sum(), rtol=1e-4, atol=1e-4)
 
 
 def packed_rows(isolate: bool = True) -> torch.Tensor:
@@ -209,10 +218,13 @@ def test_muon_steps_by_the_orthogonalised_momentum_at_adamws_size() -> None:
             torch.testing.assert_close(weight.data, wanted, rtol=0, atol=1e-2)
 
 
-def test_schedule_warms_up_and_ends_at_its_ratio() -> None:
-    stage = Align(tokens=6400, sequence_length=64, batch_tokens=64, optimizer=Optimizer(warmup=0.1, final_ratio=0.2))
+@pytest.mark.parametrize(("schedule", "after_a_third"), [("cosine", 0.8), ("linear", 0.2 + 0.8 * 2 / 3)])
+def test_schedule_warms_up_and_ends_at_its_ratio(schedule: Any, after_a_third: float) -> None:
+    optimizer = Optimizer(schedule=schedule, warmup=0.1, final_ratio=0.2)
+    stage = Align(tokens=64 * 101, sequence_length=64, batch_tokens=64, optimizer=optimizer)
     factors = [rate_factor(step, stage) for step in range(stage.steps)]
     assert factors[0] == pytest.approx(0.1)
+    assert factors[10 + 30] == pytest.approx(after_a_third)
     assert max(factors) == pytest.approx(1.0)
     assert factors[-1] == pytest.approx(0.2)
     assert factors[10:] == sorted(factors[10:], reverse=True)

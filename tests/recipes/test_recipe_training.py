@@ -85,13 +85,16 @@ def test_layerwise_alignment_also_lowers_every_error(workplace: Path, tmp_path: 
 def test_layerwise_alignment_keeps_nothing_of_the_layer_before(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU a trainer holds the memory of its CUDA graph."""
+    """On a GPU a trainer holds the memory of its CUDA graph. Each is fed the two blocks of rows in turn."""
     trainers: list[weakref.ref[trainer.Trainer]] = []
+    fed: list[list[float]] = []
     train_one = trainer.Trainer.run
 
     def watched(self: trainer.Trainer) -> None:
         assert not any(before() for before in trainers)
         trainers.append(weakref.ref(self))
+        fed.append([float(batch.target.sum()) for _ in range(4) for batch in self.feed.step()])
+        self.feed.state = 0
         self.itself = self  # type: ignore[attr-defined]  # as compiled layers do
         train_one(self)
 
@@ -99,6 +102,7 @@ def test_layerwise_alignment_keeps_nothing_of_the_layer_before(
     stage = {**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256}
     train(workplace, tmp_path / "run", [stage])
     assert len(trainers) == 3
+    assert all(first != second and [first, second] == again for first, second, *again in fed)
 
 
 def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_path: Path) -> None:
@@ -108,6 +112,8 @@ def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_pat
     for layer in range(3):
         first = next(row for row in layered if row["stage"] == f"align.{layer}")
         assert first["held_out.error"] == pytest.approx(joint[f"held_out.error.{layer}"], rel=1e-4)
+    errors = [joint[f"held_out.error.{layer}"] for layer in range(3)]
+    assert joint["held_out.loss"] == pytest.approx(sum(errors) / 3)
 
 
 @pytest.mark.parametrize(

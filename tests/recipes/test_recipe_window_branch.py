@@ -12,13 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
+from deltanet_recipes.schema import Align, Distil
 from deltanet_recipes.schema_sections import Optimizer, WindowDropout
 from deltanet_recipes.training import stages
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers
-from deltanet_recipes.training.optim import parameter_groups
+from deltanet_recipes.training.optim import parameter_groups, unset_rates
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.window_dropout import WindowDropoutSchedule, window_branches
+from support.tiny_models import tiny_student
 from support.tiny_run import ALIGN, DISTIL, interrupted_at, losses, make_workplace, tiny_recipe
 
 
@@ -29,7 +31,7 @@ class Branch(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.share_proj = nn.Linear(32, 4)
+        self.share_proj = nn.Linear(32, 20)  # a matrix, as of models with many heads
         self.seen: list[float] = []
         self.dropout: torch.Tensor
         self.register_buffer("dropout", torch.zeros(()), persistent=False)
@@ -123,6 +125,9 @@ def test_processes_and_steps_draw_differently(workplace: Path) -> None:
             schedule.begin(step)
             draws.add(tuple(torch.rand(4).tolist()))
     assert len(draws) == 9
+    branches = [mixer.window_branch for mixer in mixers(student).values()]
+    branches[1].requires_grad_(False)  # as those of a teacher
+    assert window_branches(student) == [branches[0], branches[2]]
 
 
 def test_a_student_without_windows_is_refused(workplace: Path, tmp_path: Path) -> None:
@@ -152,10 +157,20 @@ def test_rates_of_their_own(workplace: Path, name: Any) -> None:
         assert plain[weight] == ("rest", 1e-4, muon)
         assert own[weight] == ("projection", 1e-5, muon)
     share = mixer.window_branch.share_proj
-    assert plain[id(share.weight)] == ("mixer.vectors", 1e-3, False)
+    assert plain[id(share.weight)] == ("mixer", 1e-3, muon)
     assert own[id(share.weight)] == own[id(share.bias)] == ("share.vectors", 1e-2, False)
     for parameter in (mixer.g_proj.weight, mixer.a_proj.weight, student.model.layers[0].mlp.up_proj.weight):
         assert plain[id(parameter)] == own[id(parameter)]
+
+
+def test_stages_without_a_rate_for_the_share_are_named() -> None:
+    student = tiny_student("llama", window=5)
+    given: list[Any] = [Align(tokens=8192), Distil(tokens=65536, optimizer=Optimizer(share_lr=1e-2))]
+    said = unset_rates(given, student)
+    assert said is not None
+    assert said.startswith("align: the student has windows and begins near its teacher")
+    assert unset_rates(given[1:], student) is None
+    assert unset_rates(given, tiny_student("llama")) is None
 
 
 def test_a_rate_of_zero_keeps_the_projections(workplace: Path, tmp_path: Path) -> None:

@@ -44,7 +44,12 @@ PECULIAR: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "olmo2": {},
     "olmo3": {"sliding_window": 8, "layer_types": SLIDING},
-    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 4.0,
+    },
     "smollm3": {"no_rope_layers": [1, 1, 0, 1], "layer_types": None},
     "gemma2": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
     "gemma3_text": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
@@ -58,7 +63,12 @@ PECULIAR: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"sliding_window": 8, "num_local_experts": 4},
-    "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "num_local_experts": 4},
+    "granitemoe": {
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+        "num_local_experts": 4,
+    },
     "gpt_oss": {
         "sliding_window": 8,
         "head_dim": 16,

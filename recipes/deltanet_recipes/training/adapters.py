@@ -137,8 +137,7 @@ class MergedAdapters:
             (name,) = layers[0].active_adapters
             up = torch.stack([layer.lora_B[name].weight for layer in layers])
             down = torch.stack([layer.lora_A[name].weight for layer in layers])
-            products = up @ down * layers[0].scaling[name]
-            for layer, product in zip(layers, products.unbind(), strict=True):
+            for layer, product in zip(layers, (up @ down).unbind(), strict=True):
                 layer.product = product
 
 

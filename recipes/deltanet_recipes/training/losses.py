@@ -113,7 +113,7 @@ def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, weight: float)
         [N] float32.
     """
     divergence = kl_from_log_probs(F.log_softmax(teacher, dim=-1), F.log_softmax(windowed, dim=-1))
-    return 1.0 + weight * divergence.clamp(0.0, RECALL_CAP)
+    return 1.0 + weight * divergence.clamp(max=RECALL_CAP)
 
 
 def _from_logits(

@@ -1,10 +1,10 @@
 """Attention that sees recent tokens, and older ones as far as their gates keep them, as a cache of 4 bits holds them.
 
-The keys stand three times in a row: in 8 bits, for the query's own group of 32 tokens and the sinks; in 4, for the
-other tokens of the window; in 4 and with the logarithm of the gate as one more channel, which queries multiply by 1,
-for what is older. Every pair of query and token has one place among the three. So a gate has its gradient by a product
-of matrices, and the mask holds no numbers that are trained. Tokens share scales with their neighbours in the text, not
-with those that are kept beside them.
+The keys stand three times in a row: in 8 bits, for the query's own group of 32 tokens; in 4 (of the sinks in 8), for
+the other tokens of the window and the sinks; in 4 and with the logarithm of the gate as one more channel, which queries
+multiply by 1, for what is older. Every pair of query and token has one place among the three. So a gate has its
+gradient by a product of matrices, and the mask holds no numbers that are trained. Tokens share scales with their
+neighbours in the text, not with those that are kept beside them.
 
 Shapes: B batch, T tokens, HQ and HK query and key/value heads, D head size.
 """
@@ -55,7 +55,7 @@ class Reach:
         def sees(b: Any, h: Any, query: Any, place: Any) -> Tensor:
             part, token = place // length, place % length
             near = (query - token < windows[h]) | (token < SINKS)
-            own = (query // GROUP == token // GROUP) | (token < SINKS)
+            own = query // GROUP == token // GROUP
             seen: Tensor = (part == 0) & near & own | (part == 1) & near & ~own | (part == 2) & ~near & gated[h]
             return seen & (token <= query)
 
