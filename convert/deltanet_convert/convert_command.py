@@ -47,7 +47,9 @@ def convert_command(
         with shown_on(console) if options.automatic else nullcontext(unseen) as show:
             job = prepare(teacher, out, options, show)
         if job.options.mixer != options.mixer and job.table.converted:
-            console.print("Windows alone (--mixer window): layers of the teacher slide.", highlight=False)
+            console.print(
+                "Windows alone (--mixer window): the default with --context, and where layers slide.", highlight=False
+            )
         if job.options.cache_bits != options.cache_bits:
             size = job.teacher.head_dim
             console.print(f"Heads of {size} channels have no form in 4 bits: the cache has 16.", highlight=False)

@@ -85,7 +85,7 @@ class ConvertOptions(Options):
         str,
         Option(
             help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}` (a window, and a state of what "
-            "has left it), but `window` (the last tokens only) for teachers with sliding layers. "
+            "has left it), but `window` (the last tokens only) with --context and for teachers with sliding layers. "
             "Others: `gated_deltanet`, those of `--set help`, and `NAME+window` for each that has a state.",
             show_default=False,
         ),
@@ -253,8 +253,8 @@ class ConvertOptions(Options):
     def for_teacher(self, teacher: Teacher) -> ConvertOptions:
         """The options with the defaults for a teacher.
 
-        Windows alone where layers slide, which allows no state of what has left a window; 16 bits for heads that have
-        no form in 4.
+        Windows alone where layers slide, which allows no state of what has left a window, and with --context, where an
+        untrained state is further from the text; 16 bits for heads that have no form in 4.
         """
         from deltanet_hf.mixers.layer.masks import sliding_window
         from deltanet_hf.mixers.window import WindowAttention
@@ -262,7 +262,7 @@ class ConvertOptions(Options):
 
         slides = any(sliding_window(teacher.config, layer) is not None for layer in range(teacher.num_layers))
         fitting: dict[str, Any] = {}
-        if self.mixer == DEFAULT_MIXER and slides:
+        if self.mixer == DEFAULT_MIXER and (self.context is not None or slides):
             fitting["mixer"] = WindowAttention.name
         if self.cache_bits == 4 and not takes_key_order(teacher.head_dim):
             fitting["cache_bits"] = 16

@@ -110,13 +110,13 @@ STATES, ALONE = "Gated DeltaNet + window 257", "window of 481"
         ("llama", {"keep": "none"}, {STATES}),
         ("llama", {"keep": "every:4"}, {STATES}),
         ("llama", {"keep": "every:1"}, set()),
-        ("llama", {"keep": "none", "context": "512"}, {STATES}),
+        ("llama", {"keep": "none", "context": "512"}, {ALONE}),
         ("gemma3_text", {"keep": "none"}, {ALONE}),  # some of its layers slide
         ("gemma3_text", {"keep": "layers:0,2,3", "mixer": "gated_deltanet+window"}, {STATES}),
     ],
     ids=str,
 )
-def test_windows_have_states_but_in_teachers_that_slide(
+def test_windows_have_states_but_with_context_and_in_teachers_that_slide(
     tmp_path: Path, family: str, options: dict[str, Any], titles: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
@@ -124,7 +124,7 @@ def test_windows_have_states_but_in_teachers_that_slide(
     shown = capsys.readouterr()
     layers = json.loads(shown.out)["layers"]
     assert {layer["title"] for layer in layers if layer["kind"] != "softmax"} == titles
-    assert ("Windows alone (--mixer window): layers of the teacher slide" in shown.err) == (titles == {ALONE})
+    assert ("Windows alone (--mixer window): the default with --context" in shown.err) == (titles == {ALONE})
 
 
 def test_pure_converts_every_layer_to_the_state_alone(
