@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ def tokens() -> torch.Tensor:
 @pytest.fixture
 def model() -> PreTrainedModel:
     return tiny_mixture("llama", mixture_table())
+
+
+def test_data_classes_that_are_called_are_not_frozen() -> None:
+    """torch.compile in torch 2.11 cannot call an instance of a frozen one, and training calls those of attention."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("deltanet_hf.mixers")]
+    classes = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
+    called = {kind for kind in classes if is_dataclass(kind) and "__call__" in vars(kind)}
+    assert {"PackedCall", "SoftmaxCall", "Scores"} <= {kind.__name__ for kind in called}
+    assert not any(kind.__dataclass_params__.frozen for kind in called)  # type: ignore[attr-defined]
 
 
 def test_a_cache_made_without_config_works(model: PreTrainedModel, tokens: torch.Tensor) -> None:
