@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -115,11 +114,16 @@ def test_with_the_true_far_attention_the_start_is_complete_softmax_attention(
     )
     assert float((window_output - complete).abs().max()) > 0.1  # the window alone is far from it
 
+    fit.slow()
+    unseen = made.unseen(torch.arange(1, TOKENS + 1)).clamp_min(1)[None, :, None, None]
+    torch.testing.assert_close(fit(f, lse).logit(), share.logit() - 0.5 * (unseen / 128).log())
+
+    share = fit(f, lse)
     basis = torch.linalg.qr(torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(1))).Q
     fit.fold(basis)
-    numbers = torch.arange(1, TOKENS + 1)[None]
-    slower = share.squeeze(-1).logit() - 0.5 * (made.unseen(numbers).clamp_min(1) / 128).log().unsqueeze(-1)
-    torch.testing.assert_close(made.mixing_gate(made.share_proj(f @ basis), lse, numbers), slower.sigmoid())
+    torch.testing.assert_close(
+        made.mixing_gate(made.share_proj(f @ basis), lse, torch.arange(1, TOKENS + 1)[None]), share.squeeze(-1)
+    )
 
 
 @torch.no_grad()
@@ -205,7 +209,5 @@ def test_the_state_takes_error_off_the_window_and_the_folded_layer_is_the_fitted
     for parameter in fit.parameters():  # values that all differ
         parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     fit.fold()
-    fit.share.far_slope.mul_(0.5)  # as in the layer, whose share is the fitted one at 128 unseen tokens
-    fit.share.share_const.add_(fit.share.far_slope * math.log(128))
     for sample in samples.kept:
         torch.testing.assert_close(layer(sample.x, **kwargs)[0], fit(sample), rtol=1e-4, atol=1e-4)

@@ -69,6 +69,8 @@ def start_fitted(
         search_memory(fit, samples.search_part())
         found = relative_mse(fit, samples)
         descend(fit, samples)
+    if fit.share is not None and layer.window_branch.delayed:  # elsewhere it was not measured
+        fit.share.slow()
     fit.fold()
     with torch.no_grad():
         gates = [fit.gates(sample.x)[:2] for sample in samples.kept]

@@ -3,7 +3,8 @@
 The start is a ridge regression: per head, the logarithm of the mean exponential of the scores that the window misses,
 from the layer's input (deltanet_hf/mixers/layer/window_branch.py has the formula). From there the share is fitted
 together with the gates. It grows with the number of unseen tokens, nearly in proportion, as in softmax attention. A
-state forgets, which short calibration sequences hardly show, so the layer gets a share that grows more slowly.
+state forgets, which short calibration sequences hardly show: the share of one that holds what has left the window is
+made to grow more slowly in the end (`slow`).
 
 Shapes in comments: n sequences, T tokens, H query heads, D head size, R components.
 """
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 
 RIDGE = 1e-2  # of the regression, relative to the mean square of a component
-GROWTH = 0.5  # of the fitted slopes over the number of unseen tokens, what the layer gets
-KEPT_AT = 128  # unseen tokens at which its share is the fitted one
+GROWTH = 0.5  # what `slow` leaves of the slopes over the number of unseen tokens
+KEPT_AT = 128  # unseen tokens at which it keeps the share
 QUERIES_AT_ONCE = 128  # whose scores are in memory
 
 
@@ -49,12 +50,18 @@ class ShareFit(nn.Module):
         return (logit.sigmoid() * (unseen > 0).unsqueeze(-1)).unsqueeze(-1)
 
     @torch.no_grad()
+    def slow(self) -> None:
+        """Makes the share grow more slowly with the number of unseen tokens; see the module's docstring."""
+        self.share_const.add_(self.far_slope, alpha=(1 - GROWTH) * math.log(KEPT_AT))
+        self.far_slope.mul_(GROWTH)
+
+    @torch.no_grad()
     def fold(self, basis: Tensor) -> None:
         """Writes the fitted values into the branch; basis [R, hidden]."""
         branch = self.branch[0]
         branch.share_proj.weight.copy_(self.share @ basis)
-        branch.share_proj.bias.copy_(self.share_const + (1 - GROWTH) * math.log(KEPT_AT) * self.far_slope)
-        branch.slopes.far_slope.copy_(GROWTH * self.far_slope)
+        branch.share_proj.bias.copy_(self.share_const)
+        branch.slopes.far_slope.copy_(self.far_slope)
         branch.slopes.near_slope.copy_(self.near_slope)
 
 
