@@ -69,7 +69,7 @@ def start_fitted(
         search_memory(fit, samples.search_part())
         found = relative_mse(fit, samples)
         descend(fit, samples)
-    if fit.share is not None and layer.window_branch.delayed:  # elsewhere it was not measured
+    if fit.share is not None and fit.share.branch[0].delayed:  # elsewhere it was not measured
         fit.share.slow()
     fit.fold()
     with torch.no_grad():
