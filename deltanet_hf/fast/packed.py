@@ -24,8 +24,7 @@ from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.packed_sinks import TurnedSinks
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.packed_sinks import kv_cache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.angles import Angles, whole_angles, window_angles
 from deltanet_hf.mixers.layer.layer_call import LayerCall
@@ -212,7 +211,7 @@ def _attended(
         angles, scale = whole_angles(angles)
     if scale is not None:
         q = (q * scale[:, :, None, None]).to(q.dtype)
-    kind = QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn)
+    kind = kv_cache(turn)
     if cache is not None and cache.state:
         held = kind(branch.cache_spec, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)

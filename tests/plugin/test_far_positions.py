@@ -17,7 +17,7 @@ from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.decoding import captured_step, decoded_by
 from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.errors import UserError
-from deltanet_hf.fast import FastDecoder, fast_form, packed
+from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.layer import Mixer
@@ -269,7 +269,9 @@ def test_a_step_that_is_captured_for_short_texts_turns_nothing(
     monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (16,))
     monkeypatch.setattr(captured_step, "SPARE", 8)
     monkeypatch.setattr(captured_step, "ALIGNMENT", 1)
-    monkeypatch.setattr(packed, "TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned"))
+    monkeypatch.setattr(
+        "deltanet_hf.mixers.cache.packed_sinks.TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned")
+    )
     far("yarn", 4).generate(IDS[:, :9], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert capture.replayed > 10
 

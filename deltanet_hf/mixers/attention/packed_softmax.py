@@ -6,7 +6,6 @@ softmax layer of the model: `set_cache_bits` puts it there and takes it away aga
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_sinks import TurnedSinks
+from deltanet_hf.mixers.cache.packed_sinks import kv_cache
 from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS, QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import PackedCacheLayer, QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
@@ -141,7 +140,7 @@ def call_packed(
     length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
-    held = (QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn))(
+    held = kv_cache(turn)(
         spec,
         call.state or {},
         call.padding,

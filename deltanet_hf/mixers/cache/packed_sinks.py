@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,11 @@ from deltanet_kernels import round_tokens
 from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.packed_cache.calls import RoundTokensCall
 from deltanet_kernels.packed_cache.layout import SINKS, tokens_of
+
+
+def kv_cache(turn: tuple[Tensor, Tensor] | None) -> Callable[..., QuantisedKVCache]:
+    """The class of packed keys and values, with sinks that are seen by this `turn`, if there is one."""
+    return QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn)
 
 
 class TurnedSinks(QuantisedKVCache):

@@ -1,4 +1,4 @@
-"""What the layers of a model get as cos and sin, where it reads further than its teacher.
+"""Angles of a model that reads further than its teacher, which its layers get in the place of cos and sin.
 
 Windows never see a distance that the teacher was not trained on, but whole heads do, and sinks are as far away as the
 text is long. So whole heads have positions of their own, and sinks are seen as from a bounded one. Such a model hands

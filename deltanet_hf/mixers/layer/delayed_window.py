@@ -11,16 +11,14 @@ Shapes: B batch, T tokens of the call, HQ and HK query and key/value heads, D he
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
-from deltanet_hf.mixers.cache.packed_sinks import TurnedSinks
+from deltanet_hf.mixers.cache.packed_sinks import kv_cache
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall
@@ -53,6 +51,19 @@ class Leaving(NamedTuple):
     state: State  # the window's part of the new state; empty unless it is kept
 
 
+class Further(NamedTuple):
+    """A call behind the tokens of a cache, or with padding."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tokens: Tokens  # the queries
+    padding: Tensor | None  # [B, T]
+    turn: PositionEmbeddings | None
+    own: State  # the window's part of the state before the call
+    base: Tensor  # as in `Leaving`
+
+
 def leaving(
     branch: WindowBranch,
     q: Tensor,
@@ -73,7 +84,7 @@ def leaving(
     base = ((count - 1).clamp_min(0) // branch.edge - branch.groups).clamp_min(0)
     one = q.shape[1] == 1 and own and call.padding is None and branch.groups > 0
     forms = (_packed_step, _packed_part) if branch.cache_bits < 16 else (_step, _part)
-    return forms[0 if one else 1](branch, q, k, v, call, tokens, turn, own, base)
+    return forms[0 if one else 1](branch, Further(q, k, v, tokens, call.padding, turn, own, base))
 
 
 def _rows(
@@ -109,18 +120,9 @@ def _rows(
     return Leaving(window_output, lse, keys, values, None, state)
 
 
-def _packed_part(
-    branch: WindowBranch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: LayerCall,
-    tokens: Tokens,
-    turn: PositionEmbeddings | None,
-    own: State,
-    base: Tensor,
-) -> Leaving:
-    packed = _held(branch, own, call.padding, turn)
+def _packed_part(branch: WindowBranch, call: Further) -> Leaving:
+    q, k, v, tokens, padding, turn, own, base = call
+    packed = kv_cache(turn)(branch.cache_spec, own, padding)
     old = packed.cache_before(k)
     window_output, lse = packed.attend(q, k, v, branch.scale, branch.softcap)
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
@@ -129,18 +131,9 @@ def _packed_part(
     return Leaving(*with_learned_sinks(window_output, lse, branch.learned_sinks), keys, values, base, packed.state)
 
 
-def _packed_step(
-    branch: WindowBranch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: LayerCall,
-    tokens: Tokens,
-    turn: PositionEmbeddings | None,
-    own: State,
-    base: Tensor,
-) -> Leaving:
-    packed, keys, values = _held(branch, own, None, turn), None, None
+def _packed_step(branch: WindowBranch, call: Further) -> Leaving:
+    q, k, v, _, _, turn, own, base = call
+    packed, keys, values = kv_cache(turn)(branch.cache_spec, own, None), None, None
     if not _nothing_leaves(branch, own["count"]):
         leaves = packed.cache_before(k).group(base % branch.groups, k.dtype)  # before the step packs another over it
         keys, values = (_and_another(x.transpose(1, 2)) for x in leaves)
@@ -148,17 +141,8 @@ def _packed_step(
     return Leaving(window_output, lse, keys, values, base, packed.state)
 
 
-def _part(
-    branch: WindowBranch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: LayerCall,
-    tokens: Tokens,
-    turn: PositionEmbeddings | None,
-    own: State,
-    base: Tensor,
-) -> Leaving:
+def _part(branch: WindowBranch, call: Further) -> Leaving:
+    q, k, v, tokens, _, turn, own, base = call
     sink_cache = SinkCache(branch.places, branch.sinks, own, tokens)
     keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
     window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache, turn)
@@ -170,17 +154,8 @@ def _part(
     return Leaving(window_output, lse, left_keys, left_values, base, sink_cache.state)
 
 
-def _step(
-    branch: WindowBranch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: LayerCall,
-    tokens: Tokens,
-    turn: PositionEmbeddings | None,
-    own: State,
-    base: Tensor,
-) -> Leaving:
+def _step(branch: WindowBranch, call: Further) -> Leaving:
+    q, k, v, tokens, _, turn, own, base = call
     left_keys = left_values = None
     if not _nothing_leaves(branch, own["count"]):
         number = (base * branch.edge)[:, None] + torch.arange(branch.edge, device=q.device)
@@ -192,13 +167,6 @@ def _step(
     keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
     window_output, lse = _attend(branch, q, keys, values, tokens, sink_cache, turn)
     return Leaving(window_output, lse, left_keys, left_values, base, sink_cache.state)
-
-
-def _held(
-    branch: WindowBranch, own: State, padding: Tensor | None, turn: PositionEmbeddings | None
-) -> QuantisedKVCache:
-    kind = QuantisedKVCache if turn is None else functools.partial(TurnedSinks, turn=turn)
-    return kind(branch.cache_spec, own, padding)
 
 
 def _attend(

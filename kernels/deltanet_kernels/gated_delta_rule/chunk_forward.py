@@ -112,7 +112,7 @@ def dense(call: ChunkForward) -> ChunkForward:
 
 
 class Results(NamedTuple):
-    """What the state and the output kernels write."""
+    """Outputs of the state and the output kernels."""
 
     o: torch.Tensor
     """[B, T, HO, V]."""

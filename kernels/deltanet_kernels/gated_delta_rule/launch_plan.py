@@ -25,7 +25,7 @@ def pinned_config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
 
 
 class ChunkForm(NamedTuple):
-    """What the kernels of the states and of the gradients are compiled for: their compile-time constant FORM."""
+    """Form that the kernels of the states and of the gradients are compiled for: their compile-time constant FORM."""
 
     H: int
     HV: int

@@ -16,7 +16,7 @@ from deltanet_kernels.common.tiles import silu, softplus
 
 
 class StepForm(NamedTuple):
-    """What the kernels of a step are compiled for: their compile-time constant FORM.
+    """Form that the kernels of a step are compiled for: their compile-time constant FORM.
 
     A field is passed on to another function by a name of its own: Triton 3.6 takes no others there.
     """

@@ -191,7 +191,7 @@ class GroupStepCall(NamedTuple):
 
 
 KEPT = ("g", "beta", "state", "state_scale")
-"""What a step changes beside the cache."""
+"""Arguments that a step changes beside the cache."""
 
 
 def check_group_step(call: GroupStepCall) -> None:
