@@ -147,7 +147,7 @@ def by_definition(model: Any, kind: str, bits: int, bound: int) -> Tensor:
                 parts = branches_of(own).values()
                 return sum(defined(model, part, hidden_states, kind, bits, bound) for part in parts), None  # type: ignore[return-value]
 
-            patch.setattr(layer.self_attn, "forward", attention)
+            patch.setitem(vars(layer.self_attn), "forward", attention)
         logits: Tensor = model(IDS, use_cache=False).logits
     return logits
 

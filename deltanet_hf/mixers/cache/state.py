@@ -54,11 +54,10 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
         return -1 if not self.state else next(iter(self.state.values())).shape[0]
 
     def advance(self, tokens: int, state: State) -> None:
-        """Store the state after `tokens` more tokens; `self.state` itself has been changed in place."""
-        if state is not self.state:
-            self._store(state)
-            self.device = next(iter(state.values())).device
-            self.is_initialized = True
+        """Store the state after `tokens` more tokens, which may be `self.state` itself, changed in place."""
+        self._store(state)
+        self.device = next(iter(state.values())).device
+        self.is_initialized = True
         self.count(tokens)
 
     def count(self, tokens: int) -> None:
