@@ -247,3 +247,6 @@ def test_auto_has_nothing_to_choose_from_one_layer(tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "gemma3_text", layer_types=types)
     with pytest.raises(UserError, match=r"^--keep auto: teacher has one layer of full attention, .* --keep none"):
         convert_command(str(teacher), tmp_path / "out", dry_run=True, device="cpu")
+    teacher = teacher_folder(tmp_path / "sliding", "gemma3_text", layer_types=["sliding_attention"] * 4)
+    with pytest.raises(UserError, match=r"^--keep auto, 11%@2k: at 2048 tokens"):  # no option that nobody gave
+        convert_command(str(teacher), tmp_path / "out", dry_run=True, device="cpu")
