@@ -143,8 +143,9 @@ def generate_command(
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         "return_dict_in_generate": True,
         # One answer, token by token, whatever the model's generation_config.json prefers.
+        **dict.fromkeys(("cache_implementation", "penalty_alpha", "dola_layers", "force_words_ids")),
+        "is_assistant": False,
         "use_cache": True,
-        "cache_implementation": None,
         "num_beams": 1,
         "num_return_sequences": 1,
         "tokenizer": tokenizer,  # for its stop_strings

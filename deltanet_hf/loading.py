@@ -48,8 +48,9 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
 
 def with_usual_outputs(config: Any) -> Any:
     """The config, without what it adds to each output of its model or takes from it: callers say so in their calls."""
-    config.output_attentions = config.output_hidden_states = False
-    config.return_dict = True
+    config.output_attentions, config.return_dict = False, True
+    for name in [name for name in vars(config) if name.startswith("output_")]:  # mixtures of experts have router_logits
+        setattr(config, name, False)
     return config
 
 

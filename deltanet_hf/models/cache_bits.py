@@ -33,7 +33,7 @@ def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
         bits: 16 leaves keys and values as they are.
 
     Raises:
-        UserError: another number of bits, or heads or a kind of layer that have no such form.
+        UserError: another number of bits, or heads or a kind of layer that have no such form; the model is as before.
     """
     use_cache_bits(model, bits)
     config: Any = unwrapped(model).config
@@ -48,14 +48,18 @@ def use_cache_bits(model: Any, bits: int) -> None:
     if bits not in BITS:
         raise UserError(f"cache bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
     model = unwrapped(model)
-    for layer in model.model.layers:
-        attention = getattr(layer, "self_attn", None)
-        if attention is None:  # a linear layer of Qwen3.5
-            continue
-        kind = kind_of(attention)
-        for part, _ in kind.softmax_parts if bits < 16 else ():
-            check_packable(part.head_dim, bits)
-        kind.use_cache_bits(bits)
+    attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
+    kinds = [kind_of(attention) for attention in attentions if attention is not None]  # linear layers of Qwen3.5
+    before = cache_bits_of(model)
+    try:
+        for kind in kinds:
+            for part, _ in kind.softmax_parts if bits < 16 else ():
+                check_packable(part.head_dim, bits)
+            kind.use_cache_bits(bits)
+    except UserError:
+        for kind in kinds:
+            kind.use_cache_bits(before)
+        raise
     model.model.cache_bits = bits  # which `check_call` compares with a cache's
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
@@ -21,6 +22,7 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.cache_bits import cache_bits_of, use_cache_bits
 from deltanet_hf.models.stateful import make_stateful
+from deltanet_hf.models.unwrapped import unwrapped
 
 
 def restrict_to_window(
@@ -32,7 +34,7 @@ def restrict_to_window(
     family's own sliding window stays in force: tokens outside of both are not seen.
 
     Args:
-        model: a model of a supported family, converted or not.
+        model: a model of a supported family, converted or not, or a PEFT model around one.
         window: number of most recent tokens that a query sees, itself included (>= 1).
         sinks: number of tokens at the start of each sequence that all queries see (>= 0).
         layers: indices of the layers to restrict; None for all.
@@ -43,7 +45,7 @@ def restrict_to_window(
     if window < 1 or sinks < 0:
         raise UserError(f"window must be >= 1 and sinks >= 0, got window={window}, sinks={sinks}")
     settings = WindowSettings(window, sinks)
-    decoder: Any = getattr(model, "model", None)
+    decoder: Any = getattr(unwrapped(model), "model", None)
     bits, found = cache_bits_of(model), False
     for index, layer in enumerate(getattr(decoder, "layers", ())):
         attention: Any = getattr(layer, "self_attn", None)
@@ -77,10 +79,10 @@ def restrict_heads(
         sinks: number of tokens at the start of each sequence that all queries see (>= 0).
 
     Raises:
-        UserError: sizes, layers or heads that do not exist, a model that is converted or offloaded, or a family whose
-            heads do not part (OLMo 2 and 3).
+        UserError: sizes, layers or heads that do not exist, a model that is converted, offloaded, quantised or has
+            adapters, or a family whose heads do not part (OLMo 2 and 3).
     """
-    decoder: Any = getattr(model, "model", None)
+    decoder: Any = getattr(unwrapped(model), "model", None)
     layers = list(getattr(decoder, "layers", ()))
     count = int(getattr(model.config, "num_key_value_heads", 0))
     try:
@@ -118,9 +120,10 @@ def change_windows(model: PreTrainedModel, windows: Sequence[int]) -> None:
 
 def _restricted(model: Any, bits: int) -> Any:
     """The model itself, with its cache in so many bits again, and marked as one that no folder describes."""
-    make_stateful(model)
-    model.is_restricted = True
-    use_cache_bits(model, bits)
+    inner = unwrapped(model)
+    make_stateful(inner)
+    inner.is_restricted = True
+    use_cache_bits(inner, bits)
     return model
 
 
@@ -129,8 +132,12 @@ def _check(attention: Any, index: int) -> None:
         raise UserError(
             f"layer {index}: no softmax attention whose heads could be restricted; give an unchanged teacher"
         )
-    if any(parameter.is_meta for parameter in attention.parameters()) or "forward" in vars(attention):
-        raise UserError(f"layer {index}: its attention is offloaded or compiled; restrict its heads before that")
+    plain = all(type(part) is nn.Linear for name, part in attention.named_children() if name.endswith("_proj"))
+    if not plain or any(parameter.is_meta for parameter in attention.parameters()) or "forward" in vars(attention):
+        raise UserError(
+            f"layer {index}: its attention is offloaded, compiled, quantised or has adapters; restrict its heads "
+            "before that, or merge the adapters"
+        )
 
 
 def _split(attention: Any, config: Any, index: int, kept: set[int], sizes: WindowSettings) -> MixedHeads:

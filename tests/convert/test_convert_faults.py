@@ -223,10 +223,13 @@ def test_the_record_leads_to_a_local_teacher(teacher: Path, tmp_path: Path) -> N
     assert tiny_conversion(teacher, out, text=tmp_path / "text.txt", resume=True) == report
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 @torch.no_grad()
-def test_how_the_teacher_is_called_is_no_setting_of_the_student(teacher: Path, tmp_path: Path) -> None:
+def test_how_the_teacher_is_called_is_no_setting_of_the_student(family: str, tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", family)
     other = Path(shutil.copytree(teacher, tmp_path / "other"))
-    edited("config.json", output_attentions=True, output_hidden_states=True, return_dict=False)(other)
+    outputs = {f"output_{what}": True for what in ("attentions", "hidden_states", "router_logits")}
+    edited("config.json", **outputs, return_dict=False)(other)
     edited("generation_config.json", cache_implementation="static", max_cache_len=64)(other)
     options: dict[str, Any] = {"mixer": "window", "layers": "every:2", "cache_bits": 4}
     held_out = [tiny_conversion(one, tmp_path / f"{one.name}-out", **options)["held_out"] for one in (teacher, other)]
@@ -243,4 +246,7 @@ def test_auto_has_nothing_to_choose_from_one_layer(tmp_path: Path) -> None:
     types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     teacher = teacher_folder(tmp_path / "teacher", "gemma3_text", layer_types=types)
     with pytest.raises(UserError, match=r"^--keep auto: teacher has one layer of full attention, .* --keep none"):
+        convert_command(str(teacher), tmp_path / "out", dry_run=True, device="cpu")
+    teacher = teacher_folder(tmp_path / "sliding", "gemma3_text", layer_types=["sliding_attention"] * 4)
+    with pytest.raises(UserError, match=r"^--keep auto, 11%@2k: at 2048 tokens"):  # no option that nobody gave
         convert_command(str(teacher), tmp_path / "out", dry_run=True, device="cpu")

@@ -21,9 +21,10 @@ from deltanet_hf.evaluation.measures import speed
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES, read
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject, measure
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding_noise
-from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
+from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.evaluation.speed.subjects import kind_of, shape_of, subjects
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.models.cache_bits import cache_bits_of
 from support.command_line import typed
 from support.replayed_step import EmulatedCapture
 from support.tiny_models import HYBRID, TINY_SHAPE, mixture_table, tiny_mixture, tiny_student, tiny_teacher
@@ -94,6 +95,9 @@ def test_the_shapes_have_the_parameters_of_their_models() -> None:
     for shape, billions in {"135M": 0.1345, "1B": 1.2358, "8B": 8.0303}.items():
         model = random_model(shape, "teacher", torch.bfloat16, torch.device("meta"))
         assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1e9 * billions, rel=1e-3)
+    for kind, layout in KINDS.items():
+        made = random_model("135M", kind, torch.bfloat16, torch.device("meta"))
+        assert cache_bits_of(made) == layout.cache_bits, kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])

@@ -179,6 +179,7 @@ def test_what_the_model_prefers_for_its_answers_does_not_break_the_command(
     file = model / "generation_config.json"
     usual = json.loads(file.read_text())
     unusual: list[dict[str, Any]] = [{"num_beams": 3, "num_return_sequences": 3}, {"cache_implementation": "static"}]
+    unusual += [{"penalty_alpha": 0.6}, {"dola_layers": "low"}, {"is_assistant": True}, {"force_words_ids": [[3]]}]
     for settings in ({}, *unusual, {"use_cache": False}, {"stop_strings": ["no such words"]}):
         file.write_text(json.dumps(usual | settings))
         options = ["--prompt", "a b", "--max-new-tokens", "4", "--cache-bits", "8", "--session"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import LayerTable
@@ -286,6 +287,10 @@ def test_what_cannot_be_restricted_is_refused() -> None:
         restrict_heads(tiny_mixture("llama", mixed_table("softmax", "linear")), {})
     with pytest.raises(UserError, match="offloaded"):
         restrict_heads(cpu_offload(tiny_teacher("llama"), torch.device("cpu")), {0: [0]})
+    wrapped = get_peft_model(tiny_teacher("llama"), LoraConfig())
+    for adapted in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(UserError, match=r"layer 0: its attention .* has adapters; .* or merge the adapters$"):
+            restrict_heads(adapted, {0: [0]})
 
 
 def test_new_parts_are_the_linear_branch() -> None:

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.fast.packed import FastPacked
@@ -367,6 +368,18 @@ def test_what_has_no_packed_form_is_refused() -> None:
         model.generate(LONG[:, :40], **static)
     with pytest.raises(ValueError, match=r"no room for what grows with the tokens \(PackedCacheLayer\)"):
         made("teacher").generate(LONG[:, :40], **static)
+
+
+@pytest.mark.parametrize("changes", [{"mixer": "fox"}, {"mixer": "window", "window": 33, "sinks": 8}], ids=str)
+@torch.no_grad()
+def test_a_refused_number_of_bits_changes_no_layer(changes: dict[str, Any]) -> None:
+    """Though softmax layers before the one that has no such form would take it."""
+    model = tiny_student("llama", layers=(2,), **changes)
+    wanted = model(LONG, use_cache=False).logits
+    with pytest.raises(UserError, match=r"^cache bits: "):
+        set_cache_bits(model, 4)
+    assert cache_bits_of(model) == LayerTable.of(model.config).cache_bits == 16
+    assert torch.equal(model(LONG, use_cache=False).logits, wanted)
 
 
 def states(cache: Any) -> dict[str, Tensor]:

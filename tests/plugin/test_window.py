@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,16 @@ def test_flash_attention_is_refused() -> None:
 def test_an_offloaded_model_can_be_restricted() -> None:
     model = cpu_offload(tiny_teacher("llama"), torch.device("cpu"))
     assert torch.equal(restrict_to_window(model, 5, 2)(IDS).logits, windowed("llama")(IDS).logits)
+
+
+@torch.no_grad()
+def test_a_model_in_a_wrapper_can_be_restricted(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_teacher("llama"), LoraConfig(r=2, init_lora_weights=False)).eval()
+    merged = copy.deepcopy(model).merge_and_unload()
+    assert restrict_to_window(model, 5, 2) is model
+    torch.testing.assert_close(model(IDS).logits, restrict_to_window(merged, 5, 2)(IDS).logits, atol=1e-5, rtol=1e-4)
+    with pytest.raises(UserError, match=r"^save_pretrained: "):
+        model.merge_and_unload().save_pretrained(tmp_path)
 
 
 def test_attention_that_was_compiled_is_refused() -> None:

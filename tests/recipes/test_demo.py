@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deltanet_hf.models.cache_bits import stored_bytes
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_recipes.demo import demo_report, run
 from deltanet_recipes.demo import measure as demo
 from support.tiny_run import WORDS, make_models
@@ -55,6 +55,14 @@ def test_windows_take_as_many_bytes_and_forget_the_fact(folder: Path) -> None:
     fact = measure.tokenizer.convert_tokens_to_ids(["w3", "w5", "w9"])
     assert (len(ids), ids[10:13], ids[-2:]) == (100, fact, fact[:2])
     assert int(windows.rpartition(" ")[2]) < 100 - 13
+
+
+def test_what_is_compared_has_the_bits_of_the_student(folder: Path) -> None:
+    student = set_cache_bits(AutoModelForCausalLM.from_pretrained(folder / "student"), 4)
+    student.config.save_pretrained(folder / "student")
+    models = demo.DemoMeasure(folder / "teacher", folder / "student").models
+    found = {name: cache_bits_of(load()) for name, load in models.items()}
+    assert found == dict.fromkeys(models, 4) | {demo.TEACHER: 16}
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.token_count import parse_tokens
 
 from ..command_options import parse_size
+from ..options import AUTO
 from ..views.plan_view import size
 from .units import Candidates, evenly
 
@@ -64,10 +65,11 @@ class Budget:
         A ninth of the teacher's bytes where windows can be planned; else a quarter of the units, or beside layers that
         slide half, or facts are lost that pass from one global layer to the next (Gemma 3 270M, docs/selecting.md).
         """
-        if plans_windows and not candidates.local:
-            return cls.parse(USUAL_SHARE)
         count = len(candidates.units)
-        return cls.parse(str(-(-count // 2) if candidates.local else max(1, count // 4)))
+        text = str(-(-count // 2) if candidates.local else max(1, count // 4))
+        if plans_windows and not candidates.local:
+            text = USUAL_SHARE
+        return replace(cls.parse(text), said=f"--keep {AUTO}, {text}")
 
     def units(self, candidates: Candidates) -> int:
         """How many units a number or share of them keeps.
@@ -122,7 +124,7 @@ class Budget:
             )
         least, what = (none, f"a window of {shortest} tokens in all heads") if shortest else (one, "one whole unit")
         if allowed < least:
-            smallest = f"{self.said.removesuffix(self.text)}{-(-least // 1000)}KB@{self.at}"
+            smallest = f"--keep {-(-least // 1000)}KB@{self.at}"
             raise UserError(f"{self.said}: too few bytes; the smallest budget is {smallest}, {what}")
         return next(count for count in reversed(range(len(units))) if total(count) <= allowed)
 
