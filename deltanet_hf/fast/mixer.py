@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.fast.parts import FastNorm, MergedProjection, form_of
-from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.fast.window import mixture, window_attended, window_step
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.state import State
@@ -30,6 +29,7 @@ from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
 from deltanet_kernels.arguments import GatedNormCall, RuleCall
+from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.gated_delta_rule.operators import chunk_rule
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
 
@@ -227,10 +227,9 @@ class FastDeltaRule(FastMixer, DeltaRule):
             output = recur()
         else:
             own_q, own_k, own_v = map(self.split_heads, (q, k, v))
+            rest = state, padding, cos, sin, call.state_indices
             state_output, window_output = two_streams(
-                recur,
-                lambda: window_step(branch, own_q, own_k, own_v, state, padding, cos, sin, call.state_indices),
-                x.device,
+                (recur, lambda: window_step(branch, own_q, own_k, own_v, *rest)), x.device
             )
             output = mixture(branch, projected.mixing_logits, window_output, state_output)  # type: ignore[arg-type]
         if tail is not None and padding is not None:  # the kernels move the tail of all rows

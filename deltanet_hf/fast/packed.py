@@ -14,13 +14,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.fast.parts import FastNorm, MergedProjection
 from deltanet_hf.fast.softmax import QKV
-from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
@@ -33,6 +31,7 @@ from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_kernels import prompt_inputs
+from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.prompt.calls import PromptInputsCall
 
 FAMILIES = (
@@ -135,7 +134,7 @@ class FastPacked:
         for heads, part in zip(self._heads, parts, strict=True):
             own = [None if linear is None else next(outputs) for linear in heads.readers]
             calls.append(functools.partial(heads.attended, x, own, part, angles, prompt_length))
-        attended = _together(calls, x.device)
+        attended = two_streams(calls, x.device)
         first, *others = self._output_layers
         total: Tensor = first(attended[0])
         for layer, one in zip(others, attended[1:], strict=True):
@@ -157,15 +156,6 @@ def _heads(branch: Any) -> _Heads:
         return _Heads(branch.readers, functools.partial(_mixed, FastDelayedRule.of(branch, may_move=False)))
     readers = [getattr(branch, name) for name in QKV]
     return _Heads(readers, functools.partial(_attended, branch, _norms(branch)))
-
-
-def _together(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
-    """The results of calls that do not depend on each other."""
-    first, *others = calls
-    if not others:
-        return [first()]
-    result, results = two_streams(first, lambda: _together(others, device), device)
-    return [result, *results]
 
 
 def _is_simple(part: MixerCacheLayer, length: int) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.process_memory import give_back_freed_memory
+from deltanet_kernels.common.device import two_streams
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.adapters import MergedAdapters
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output, recomputed
@@ -178,7 +178,7 @@ class DistilLoss(nn.Module):
             self.adapters.multiply()
         entry = batch.student
         (hidden, states), (per_token, teacher_states) = two_streams(
-            lambda: self._student_layers.run_layers(entry), lambda: self._teach(batch), entry.hidden.device
+            (lambda: self._student_layers.run_layers(entry), lambda: self._teach(batch)), entry.hidden.device
         )
         shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
         if self.recall_weight > 0:
