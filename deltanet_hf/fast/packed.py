@@ -22,7 +22,7 @@ from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.packed_sinks import kv_cache
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.angles import Angles, whole_angles, window_angles
 from deltanet_hf.mixers.layer.layer_call import LayerCall
@@ -201,15 +201,16 @@ def _attended(
         angles, scale = whole_angles(angles)
     if scale is not None:
         q = (q * scale[:, :, None, None]).to(q.dtype)
-    kind = kv_cache(turn)
     if cache is not None and cache.state:
-        held = kind(branch.cache_spec, cache.state, None, int(cache.get_seq_length()), in_place=True)
+        seen = int(cache.get_seq_length())
+        held = QuantisedKVCache(branch.cache_spec, cache.state, None, seen, in_place=True, turn=turn)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
         cache.count(1)
         return output.flatten(2)
     call = PromptInputsCall(q.flatten(-2), k.flatten(-2), v.flatten(-2), branch.head_dim, cos=angles[0], sin=angles[1])
     rotated = prompt_inputs.unchecked(call)
-    held = kind(branch.cache_spec, {}, None, keep_state=cache is not None, prompt_length=prompt_length)
+    kept = cache is not None
+    held = QuantisedKVCache(branch.cache_spec, {}, None, keep_state=kept, prompt_length=prompt_length, turn=turn)
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
     if cache is not None:
         cache.advance(q.shape[1], held.state)
