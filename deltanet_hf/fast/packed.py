@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from deltanet_hf.fast.delayed import FastDelayedRule
-from deltanet_hf.fast.parts import FastNorm, MergedProjection
+from deltanet_hf.fast.parts import MergedProjection, fast_norms, with_children
 from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
@@ -155,18 +155,12 @@ def _heads(branch: Any) -> _Heads:
     if isinstance(branch, Mixer):
         return _Heads(branch.readers, functools.partial(_mixed, FastDelayedRule.of(branch, may_move=False)))
     readers = [getattr(branch, name) for name in QKV]
-    return _Heads(readers, functools.partial(_attended, branch, _norms(branch)))
+    return _Heads(readers, functools.partial(_attended, with_children(branch, **fast_norms(branch))))
 
 
 def _is_simple(part: MixerCacheLayer, length: int) -> bool:
     """Whether a call of `length` tokens is the first, or a step that may change the part in place."""
     return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
-
-
-def _norms(branch: Any) -> list[FastNorm | None]:
-    """Of the heads of q and of k."""
-    norms = (getattr(branch, name, None) for name in ("q_norm", "k_norm"))
-    return [None if norm is None else FastNorm(norm) for norm in norms]
 
 
 def _mixed(
@@ -184,7 +178,6 @@ def _mixed(
 
 def _attended(
     branch: Any,
-    norms: Sequence[FastNorm | None],
     x: Tensor,
     outputs: Sequence[Tensor],
     cache: MixerCacheLayer | None,
@@ -193,6 +186,7 @@ def _attended(
 ) -> Tensor:
     """The attention of one kind of heads [B, T, heads * D], from the projections of x for q, k and v."""
     q, k, v = (y.unflatten(-1, (-1, branch.head_dim)) for y in outputs)
+    norms = (getattr(branch, name, None) for name in ("q_norm", "k_norm"))
     q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
     scale = turn = None
     if isinstance(branch, WindowAttention):
