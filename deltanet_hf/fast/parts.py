@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.attention.paired_class import paired_class
-from deltanet_hf.mixers.layer.linear_products import ALIGNMENT
+from deltanet_hf.mixers.layer.parts import ALIGNMENT
 from deltanet_kernels import rms_norm, silu_product
 from deltanet_kernels.arguments import RMSNormCall, SiluProductCall
 

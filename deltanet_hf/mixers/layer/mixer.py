@@ -35,12 +35,10 @@ from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
-from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
-from deltanet_hf.mixers.layer.delayed_state import read_groups, read_rows
+from deltanet_hf.mixers.layer.delayed_state import delayed, read_groups, read_rows, waiting_shapes
 from deltanet_hf.mixers.layer.layer_call import CacheView, LayerCall, MixCall, Projected, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
-from deltanet_hf.mixers.layer.linear_products import linear_products
-from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
+from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv, linear_products
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.prompt.calls import PromptInputs
