@@ -12,10 +12,9 @@ from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.angles import Angles, window_angles
 from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
-from deltanet_hf.mixers.layer.layer_call import LayerCall, Projected
+from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, window_angles
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import (
     PackedKeyValues,

@@ -24,8 +24,7 @@ from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.layer.angles import Angles, whole_angles, window_angles
-from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, whole_angles, window_angles
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.layer.mixer import Mixer

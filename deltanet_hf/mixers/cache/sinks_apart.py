@@ -2,7 +2,7 @@
 
 A window's kernel gives attention and log-sum-exp of the window alone; the few sinks are added by theirs. In a model
 that reads further than its teacher, sinks are seen as from a bounded position, which the teacher knows: the query of a
-position p is turned back from p to min(p, bound) before it meets them (`layer/angles.py`).
+position p is turned back from p to min(p, bound) before it meets them (`layer/layer_call.py`).
 
 Shapes: B batch, T tokens, S sinks, HQ and HK query and key/value heads, D head size.
 """

@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.cache.state import State, TensorShape
-from deltanet_hf.mixers.layer.angles import Angles, window_angles
 from deltanet_hf.mixers.layer.delayed_window import Leaving, leaving
-from deltanet_hf.mixers.layer.layer_call import LayerCall, MixCall, Projected
+from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, MixCall, Projected, window_angles
 from deltanet_hf.mixers.layer.token_order import along, padding_last, placed, reordered
 from deltanet_kernels import round_state
 from deltanet_kernels.group_rule.calls import RoundStateCall
