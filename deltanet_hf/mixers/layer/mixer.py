@@ -318,18 +318,14 @@ class Mixer(LayerKind, nn.Module):
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
         projected = self.project(self.masked(hidden_states, call))
-        return self.o_proj(self.attended(projected, position_embeddings, call)), None
+        output, new_state = self.attend(projected, position_embeddings, call)
+        if call.cache is not None:
+            call.cache.advance(length, new_state)
+        return self.o_proj(output.flatten(-2)), None
 
     def masked(self, x: Tensor, call: LayerCall) -> Tensor:
         """x [B, T, hidden] with zeros at padding."""
         return x if call.padding is None else x.masked_fill(call.padding.unsqueeze(-1), 0.0)
-
-    def attended(self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall) -> Tensor:
-        """The output before `o_proj` [B, T, HO*D]; the call's part of the cache, if it has one, goes on."""
-        output, new_state = self.attend(projected, position_embeddings, call)
-        if call.cache is not None:
-            call.cache.advance(output.shape[1], new_state)
-        return output.flatten(-2)
 
     def attend(
         self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
