@@ -12,7 +12,6 @@
     delayed_state.py     a mixer whose state holds what has left its window: its call, and what a query reads
     delayed_window.py    the window beside it, and what leaves the window
     window_branch.py     softmax attention over a window, beside the state
-    learned_sinks.py     one more score per head (gpt-oss)
     masks.py             padding and packed sequences, read off a call's arguments
     token_order.py       rows with padding, in the order that operators expect
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.token_order import placed
 from deltanet_kernels import pack_prompt, round_tokens
 from deltanet_kernels.common.registration import is_observed
