@@ -26,7 +26,6 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache import history
 from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
@@ -84,7 +83,7 @@ class LayerCall:
         view: CacheView | None = None
         if isinstance(cache, CacheView):
             view, cache = cache, cache.layer
-        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name, layer.cache_class)
+        part = None if cache is None else layer.place_cache(cache)
         seen = 0 if part is None else part.get_seq_length()
         return cls(part, padding_in(attention_mask, padding, length, seen), boundaries, view, prompt_length)
 
