@@ -12,7 +12,6 @@
     softmax.py       softmax and window layers, with one product for q, k and v
     packed.py        their prefill and decoding step, alone or mixed, with a cache in 8 or 4 bits
     parts.py         linear layers with one input, norms with residual sums, feed-forward blocks
-    two_streams.py  two calls at the same time, where a graph is captured
 
 Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` records its step.
 """

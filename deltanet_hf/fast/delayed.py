@@ -12,10 +12,9 @@ from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.angles import Angles, window_angles
-from deltanet_hf.mixers.layer.delayed_layer import SCALE, stored_memory
+from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
-from deltanet_hf.mixers.layer.layer_call import LayerCall, Projected
+from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, window_angles
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import (
     PackedKeyValues,
@@ -54,12 +53,11 @@ class FastDelayedRule(FastDeltaRule):
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
-        if self.steps(projected.x, call):
-            assert call.cache is not None
-            state = call.cache.state
-            return self._step(projected, position_embeddings, call), state
-        if call.padding is None and call.cu_seqlens is None and call.state is None:
-            return self._prompt(projected, position_embeddings, call)
+        if call.padding is None and call.cu_seqlens is None:
+            if call.state is None:
+                return self._prompt(projected, position_embeddings, call)
+            if projected.x.shape[1] == 1 and call.cache is not None and call.cache.may_change:
+                return self._step(projected, position_embeddings, call), call.cache.state
         return Mixer.attend(self, projected, position_embeddings, call)  # type: ignore[arg-type]
 
     def _prompt(

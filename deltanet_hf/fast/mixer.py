@@ -13,16 +13,13 @@ compute of a state of what has left a window.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deltanet_hf.fast.parts import FastNorm, MergedProjection, form_of
-from deltanet_hf.fast.two_streams import two_streams
+from deltanet_hf.fast.parts import MergedProjection, fronted
 from deltanet_hf.fast.window import mixture, window_attended, window_step
-from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
 from deltanet_hf.mixers.layer.layer_call import LayerCall, MixCall, Projected
@@ -30,6 +27,7 @@ from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
 from deltanet_kernels.arguments import GatedNormCall, RuleCall
+from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.gated_delta_rule.operators import chunk_rule
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
 
@@ -43,15 +41,8 @@ class FastMixer(Mixer):
 
     @classmethod
     def of(cls, mixer: Mixer, may_move: bool) -> Any:
-        """A second layer with the parts of `mixer`, which has no hooks, adapters or replaced methods.
-
-        Args:
-            may_move: whether its weights may be moved, see `MergedProjection`.
-        """
-        made: Any = copy.copy(mixer)
-        made.__class__ = paired_class(cls, type(mixer), f"Fast{type(mixer).__name__}")
-        made.merged = MergedProjection([linear for linear in mixer.readers if linear is not None], may_move)
-        return made
+        """A second layer with the parts of `mixer`; `may_move` as in `MergedProjection`."""
+        return fronted(cls, mixer, [linear for linear in mixer.readers if linear is not None], may_move)
 
     @property
     def takes_prompt_length(self) -> bool:  # type: ignore[override]
@@ -67,10 +58,6 @@ class FastMixer(Mixer):
     def project(self, x: Tensor) -> Projected:
         outputs = iter(self.merged(x))
         return self.projected(x, [None if linear is None else next(outputs) for linear in self.readers])
-
-    def normalise(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        known = norm is not None and form_of(norm) is not None
-        return super().normalise(x, FastNorm(norm) if known else norm)  # type: ignore[arg-type]
 
     @property
     def conv_weight(self) -> Tensor | None:
@@ -227,10 +214,9 @@ class FastDeltaRule(FastMixer, DeltaRule):
             output = recur()
         else:
             own_q, own_k, own_v = map(self.split_heads, (q, k, v))
+            rest = state, padding, cos, sin, call.state_indices
             state_output, window_output = two_streams(
-                recur,
-                lambda: window_step(branch, own_q, own_k, own_v, state, padding, cos, sin, call.state_indices),
-                x.device,
+                (recur, lambda: window_step(branch, own_q, own_k, own_v, *rest)), x.device
             )
             output = mixture(branch, projected.mixing_logits, window_output, state_output)  # type: ignore[arg-type]
         if tail is not None and padding is not None:  # the kernels move the tail of all rows

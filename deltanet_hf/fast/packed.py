@@ -14,25 +14,23 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from deltanet_hf.fast.delayed import FastDelayedRule
-from deltanet_hf.fast.parts import FastNorm, MergedProjection
+from deltanet_hf.fast.parts import MergedProjection, fast_norms, with_children
 from deltanet_hf.fast.softmax import QKV
-from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.packed_sinks import kv_cache
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.layer.angles import Angles, whole_angles, window_angles
-from deltanet_hf.mixers.layer.layer_call import LayerCall
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, whole_angles, window_angles
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_kernels import prompt_inputs
+from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.prompt.calls import PromptInputsCall
 
 FAMILIES = (
@@ -134,8 +132,12 @@ class FastPacked:
         calls = []
         for heads, part in zip(self._heads, parts, strict=True):
             own = [None if linear is None else next(outputs) for linear in heads.readers]
-            calls.append(functools.partial(heads.attended, x, own, part, angles, prompt_length))
-        attended = _together(calls, x.device)
+            calls.append(functools.partial(heads.attend, x, own, part, angles, prompt_length))
+        attended = []
+        for part, (output, state) in zip(parts, two_streams(calls, x.device), strict=True):
+            attended.append(output.flatten(2))
+            if part is not None:
+                part.advance(x.shape[1], state)
         first, *others = self._output_layers
         total: Tensor = first(attended[0])
         for layer, one in zip(others, attended[1:], strict=True):
@@ -148,24 +150,16 @@ class _Heads(NamedTuple):
 
     readers: Sequence[nn.Module | None]
     """The linear layers that read the input; None for one that a mixer lacks."""
-    attended: Callable[..., Tensor]
-    """[B, T, heads * D] of the input, the outputs of `readers`, cache, angles and prompt length."""
+    attend: Callable[..., tuple[Tensor, State]]
+    """The attention [B, T, heads, D], and the new state, of the input, the outputs of `readers`, cache, angles and
+    prompt length."""
 
 
 def _heads(branch: Any) -> _Heads:
     if isinstance(branch, Mixer):
-        return _Heads(branch.readers, functools.partial(_mixed, FastDelayedRule.of(branch, may_move=False)))
+        return _Heads(branch.readers, functools.partial(_state_attention, FastDelayedRule.of(branch, may_move=False)))
     readers = [getattr(branch, name) for name in QKV]
-    return _Heads(readers, functools.partial(_attended, branch, _norms(branch)))
-
-
-def _together(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
-    """The results of calls that do not depend on each other."""
-    first, *others = calls
-    if not others:
-        return [first()]
-    result, results = two_streams(first, lambda: _together(others, device), device)
-    return [result, *results]
+    return _Heads(readers, functools.partial(_softmax_attention, with_children(branch, **fast_norms(branch))))
 
 
 def _is_simple(part: MixerCacheLayer, length: int) -> bool:
@@ -173,36 +167,30 @@ def _is_simple(part: MixerCacheLayer, length: int) -> bool:
     return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
 
 
-def _norms(branch: Any) -> list[FastNorm | None]:
-    """Of the heads of q and of k."""
-    norms = (getattr(branch, name, None) for name in ("q_norm", "k_norm"))
-    return [None if norm is None else FastNorm(norm) for norm in norms]
-
-
-def _mixed(
+def _state_attention(
     branch: FastDelayedRule,
     x: Tensor,
     outputs: Sequence[Tensor | None],
     cache: MixerCacheLayer | None,
     angles: Angles,
     prompt_length: Tensor | None,
-) -> Tensor:
-    """Window and state of one kind of heads, as `_attended`."""
+) -> tuple[Tensor, State]:
+    """Window and state of one kind of heads."""
     call = LayerCall(cache, None, None, None, prompt_length)
-    return branch.attended(branch.projected(x, outputs), angles, call)  # type: ignore[arg-type]
+    return branch.attend(branch.projected(x, outputs), angles, call)
 
 
-def _attended(
+def _softmax_attention(
     branch: Any,
-    norms: Sequence[FastNorm | None],
     x: Tensor,
     outputs: Sequence[Tensor],
     cache: MixerCacheLayer | None,
     angles: Angles,
     prompt_length: Tensor | None,
-) -> Tensor:
-    """The attention of one kind of heads [B, T, heads * D], from the projections of x for q, k and v."""
+) -> tuple[Tensor, State]:
+    """Softmax attention of one kind of heads, from the projections of x for q, k and v."""
     q, k, v = (y.unflatten(-1, (-1, branch.head_dim)) for y in outputs)
+    norms = (getattr(branch, name, None) for name in ("q_norm", "k_norm"))
     q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
     scale = turn = None
     if isinstance(branch, WindowAttention):
@@ -211,16 +199,14 @@ def _attended(
         angles, scale = whole_angles(angles)
     if scale is not None:
         q = (q * scale[:, :, None, None]).to(q.dtype)
-    kind = kv_cache(turn)
     if cache is not None and cache.state:
-        held = kind(branch.cache_spec, cache.state, None, int(cache.get_seq_length()), in_place=True)
+        seen = int(cache.get_seq_length())
+        held = QuantisedKVCache(branch.cache_spec, cache.state, None, seen, in_place=True, turn=turn)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
-        cache.count(1)
-        return output.flatten(2)
+        return output, held.state
     call = PromptInputsCall(q.flatten(-2), k.flatten(-2), v.flatten(-2), branch.head_dim, cos=angles[0], sin=angles[1])
     rotated = prompt_inputs.unchecked(call)
-    held = kind(branch.cache_spec, {}, None, keep_state=cache is not None, prompt_length=prompt_length)
+    kept = cache is not None
+    held = QuantisedKVCache(branch.cache_spec, {}, None, keep_state=kept, prompt_length=prompt_length, turn=turn)
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
-    if cache is not None:
-        cache.advance(q.shape[1], held.state)
-    return output.flatten(2)
+    return output, held.state

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer.linear_products import ALIGNMENT
+from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.mixers.layer.parts import ALIGNMENT
 from deltanet_kernels import rms_norm, silu_product
 from deltanet_kernels.arguments import RMSNormCall, SiluProductCall
 
@@ -166,6 +167,24 @@ class FastNorm:
         total = residual.new_empty(residual.shape)
         call = RMSNormCall(x.contiguous(), self._weight, self._eps, self._offset, self._round_first, residual, total)
         return rms_norm.unchecked(call), total
+
+
+def fast_norms(attention: nn.Module) -> dict[str, FastNorm]:
+    """Those of its norms of q and k that are known, by name."""
+    norms = {name: attention._modules.get(name) for name in ("q_norm", "k_norm")}
+    return {name: FastNorm(norm) for name, norm in norms.items() if norm is not None and form_of(norm) is not None}
+
+
+def fronted(front: type, attention: nn.Module, linears: Sequence[Any], may_move: bool) -> Any:
+    """A second module with the parts of `attention`, of its class behind `front` (`paired_class`).
+
+    Its known norms of q and k are `fast_norms`, and `merged` gives the outputs of the `linears`; `may_move` as in
+    `MergedProjection`. The attention has no hooks, adapters or replaced methods.
+    """
+    made: Any = with_children(attention, **fast_norms(attention))
+    made.__class__ = paired_class(front, type(attention), f"Fast{type(attention).__name__}")
+    made.merged = MergedProjection(linears, may_move)
+    return made
 
 
 BLOCKS = (

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltanet_hf.fast.parts import FastNorm, MergedProjection, form_of, with_children
-from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.fast.parts import MergedProjection, fronted, with_children
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -25,12 +24,7 @@ class FastSoftmax:
     @classmethod
     def of(cls, attention: nn.Module, may_move: bool) -> Any:
         """A second attention with the parts of `attention`; `may_move` as in `MergedProjection`."""
-        norms = {name: attention._modules.get(name) for name in ("q_norm", "k_norm")}
-        known = {name: FastNorm(norm) for name, norm in norms.items() if norm is not None and form_of(norm) is not None}
-        made: Any = with_children(attention, **known)
-        made.__class__ = paired_class(cls, type(attention), f"Fast{type(attention).__name__}")
-        made.merged = MergedProjection([attention.get_submodule(name) for name in QKV], may_move)
-        return made
+        return fronted(cls, attention, [attention.get_submodule(name) for name in QKV], may_move)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the attention's, which projects its input for q, k and v in turn."""

@@ -30,8 +30,7 @@ from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens, window_shapes
-from deltanet_hf.mixers.layer.angles import Angles, window_angles
-from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
+from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, recorded, window_angles
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings, check_at_least
@@ -69,7 +68,7 @@ class WindowAttention(LayerKind):
     settings: WindowSettings
     layer_idx: int
     cache_bits: int = 16
-    sink_bound: int | None = None  # the furthest position from which sinks are seen (`layer/angles.py`)
+    sink_bound: int | None = None  # the furthest position from which sinks are seen (`layer/layer_call.py`)
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> WindowSettings:

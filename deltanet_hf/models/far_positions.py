@@ -3,7 +3,7 @@
     {"kind": "yarn", "teacher": 8192, "context": 32768}
 
 Windows, and states of what has left them, keep the teacher's positions, and sinks are seen as from a bounded one; whole
-heads get positions that reach as far as the context. `mixers/layer/angles.py` says what layers are given.
+heads get positions that reach as far as the context. `mixers/layer/layer_call.py` says what layers are given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax, ScaledSoftmax
 from deltanet_hf.mixers.attention.paired_class import paired_class
-from deltanet_hf.mixers.layer.angles import Angles
+from deltanet_hf.mixers.layer.layer_call import Angles
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
@@ -76,7 +76,7 @@ class FarPositions:
 
 
 class FarRotary(nn.Module):
-    """Stands for the family's rotary embedding `own`; the results are as in `mixers/layer/angles.py`."""
+    """Stands for the family's rotary embedding `own`; the results are as in `mixers/layer/layer_call.py`."""
 
     def __init__(self, own: nn.Module, positions: FarPositions, sink_bound: int, config: PreTrainedConfig) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
+from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -15,10 +15,10 @@ from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
+from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import CacheView, MixCall
-from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models.cache_bits import add_key_order, set_cache_bits
 from deltanet_kernels import round_state

@@ -20,6 +20,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.layer import Mixer
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.window import WindowAttention
@@ -269,9 +270,12 @@ def test_a_step_that_is_captured_for_short_texts_turns_nothing(
     monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (16,))
     monkeypatch.setattr(captured_step, "SPARE", 8)
     monkeypatch.setattr(captured_step, "ALIGNMENT", 1)
-    monkeypatch.setattr(
-        "deltanet_hf.mixers.cache.packed_sinks.TurnedSinks", lambda *args, **kwargs: pytest.fail("queries are turned")
-    )
+
+    def plain(*args: Any, turn: object, **kwargs: Any) -> QuantisedKVCache:
+        assert turn is None
+        return QuantisedKVCache(*args, **kwargs)
+
+    monkeypatch.setattr("deltanet_hf.fast.packed.QuantisedKVCache", plain)
     far("yarn", 4).generate(IDS[:, :9], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert capture.replayed > 10
 

@@ -18,8 +18,7 @@ from deltanet_hf import LayerTable
 from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.layer import MixCall
-from deltanet_hf.mixers.layer.linear_products import linear_products
-from deltanet_hf.mixers.layer.parts import KeyOffset
+from deltanet_hf.mixers.layer.parts import KeyOffset, linear_products
 from deltanet_kernels import naive_gated_delta_rule
 from support.refusals import assert_refused
 from support.tiny_models import HYBRID, LAYERS, tiny_student

@@ -1,4 +1,4 @@
-"""Softmax attention of whole heads whose positions reach further than the teacher's (`layer/angles.py`)."""
+"""Softmax attention of whole heads whose positions reach further than the teacher's (`layer/layer_call.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.layer.angles import Angles, whole_angles
+from deltanet_hf.mixers.layer.layer_call import Angles, whole_angles
 
 IMPLEMENTATION = "deltanet_scaled_queries"  # the name under which the families' attention finds `attend`
 

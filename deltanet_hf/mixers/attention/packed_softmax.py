@@ -21,13 +21,12 @@ from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_sinks import kv_cache
 from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS, QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import PackedCacheLayer, QuantisedKVCache
+from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.masks import sliding_window
 
 
@@ -140,7 +139,7 @@ def call_packed(
     length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
-    held = kv_cache(turn)(
+    held = QuantisedKVCache(
         spec,
         call.state or {},
         call.padding,
@@ -151,6 +150,7 @@ def call_packed(
         cu_seqlens=call.cu_seqlens,
         state_indices=call.state_indices,
         pages=call.pages,
+        turn=turn,
     )
     output, _ = family(attention_mask=None, call=PackedCall(held), **{CACHE: None if cache is None else held}, **inputs)
     if cache is not None:

@@ -10,6 +10,7 @@
     quantised_kv_cache.py    keys and values in 8 or 4 bits, of a window or of all tokens
     quantised_cache_spec.py  what such a cache keeps, and the shapes of its tensors
     fake_quantisation.py     what a query sees of these, computed on whole sequences
+    sinks_apart.py           sinks that a query sees otherwise than other tokens, and learned ones
     static_key_values.py     growing keys and values in a fixed number of places, and their masks
     cache_bytes.py           the bytes of a cache
 

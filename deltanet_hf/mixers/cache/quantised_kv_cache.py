@@ -19,6 +19,7 @@ groups that a call reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.protocol import TensorShape
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED, QuantisedCacheSpec, groups_before
+from deltanet_hf.mixers.cache.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_, round_tokens
+from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.packed_cache.arranged import attention_by_numbers
 from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall, RoundTokensCall
-from deltanet_kernels.packed_cache.layout import PACKED_BITS
+from deltanet_kernels.packed_cache.layout import PACKED_BITS, SINKS, tokens_of
 
 
 class PackedCacheLayer(MixerCacheLayer):
@@ -65,12 +68,11 @@ class QuantisedKVCache:
         state_indices, pages: with `in_place`, the rows [B] and [B, M] int32 of the tensors of `state` that hold the
             sequences, as for `packed_step_`.
         prompt_length: [1] int64, the tokens of a prompt that are kept, see `pack_prompt`; all by default.
+        turn: cos and sin [B or 1, T, R] by which queries turn back before they meet the sinks outside of their window
+            (`sinks_apart.py`); None where sinks are seen as other tokens.
 
     `state` is that after the call, once `attend` has been called.
     """
-
-    turn: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    """The `turn_cos` and `turn_sin` of a step (`TurnedSinks`)."""
 
     def __init__(
         self,
@@ -85,11 +87,12 @@ class QuantisedKVCache:
         pages: Tensor | None = None,
         prompt_length: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.spec, self.state, self._padding, self._seen = spec, state, padding, seen
         self._keep_state, self._in_place, self._lengths = keep_state, in_place, lengths
         self._state_indices, self._pages = state_indices, pages
-        self._prompt_length, self._cu_seqlens = prompt_length, cu_seqlens
+        self._prompt_length, self._cu_seqlens, self._turn = prompt_length, cu_seqlens, turn
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of the call alone; `attend` puts them into the state."""
@@ -103,7 +106,21 @@ class QuantisedKVCache:
             ValueError: gradients of another call than a prompt.
             UserError: bits without a packed form, where one is needed.
         """
-        spec, length = self.spec, q.shape[1]
+        spec, turn = self.spec, self._turn
+        if turn is None or (self._padding is None and self.state and q.shape[1] == 1):  # a step turns queries itself
+            return self._attend(spec, q, k, v, scale, softcap)
+        assert spec.window is not None
+        tokens = Tokens.of(len(q), q.shape[1], self._padding, None, self.state.get("count"), q.device)
+        near, lse = self._attend(replace(spec, sinks=0), q, k, v, scale, softcap)
+        keys, values = (x[:, : spec.sinks] for x in self._first(k, v))
+        seen = leaves_out(tokens.numbers, keys.shape[1], spec.window, spec.edge)
+        return with_sinks(near, lse, turned(q, turn), keys, values, seen, Scores(scale, softcap))
+
+    def _attend(
+        self, spec: QuantisedCacheSpec, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, of a cache with `spec`; but for a step, sinks are seen as other tokens."""
+        length = q.shape[1]
         whole = self._padding is None and not self.state and self._lengths is None
         if spec.bits not in PACKED_BITS and (self._keep_state or not whole):
             raise UserError(
@@ -111,7 +128,7 @@ class QuantisedKVCache:
                 f"have no packed form; use {' or '.join(map(str, PACKED_BITS))}"
             )
         if whole and (spec.family_window is None or spec.sinks == 0 or length <= spec.family_window):
-            return self._prompt(q, k, v, scale, softcap)
+            return self._prompt(spec, q, k, v, scale, softcap)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
                 "cache bits: gradients need whole sequences without padding, and no sinks in a window within the "
@@ -146,10 +163,20 @@ class QuantisedKVCache:
         shapes = self.spec.shapes(heads, size, 0)
         return self._cache({name: k.new_zeros(batch, *one.shape, dtype=one.dtype) for name, one in shapes.items()})
 
-    def _prompt(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-        """`attend` of whole sequences without padding."""
-        spec, length = self.spec, q.shape[1]
-        packed = None
+    def _first(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first tokens [B, S, HK, D], in 8 bits, after the call."""
+        if not self.state:  # a text that is read without a cache
+            return round_tokens.unchecked(RoundTokensCall(k[:, :SINKS], v[:, :SINKS]))
+        cache = self._cache(self.state)
+        first = {name: getattr(cache, name)[:, :, :SINKS] for name in ("keys", "values", "token_scales")}
+        keys, values = tokens_of(cache._replace(**first), k.dtype)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _prompt(
+        self, spec: QuantisedCacheSpec, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """`_attend` of whole sequences without padding."""
+        length, packed = q.shape[1], None
         if self._keep_state:
             k, v = round_tokens.unchecked(RoundTokensCall(k, v))
             groups = spec.groups(length)
@@ -182,7 +209,8 @@ class QuantisedKVCache:
         self.state = state
         reach = spec.window, spec.sinks, spec.family_window
         places = self._state_indices, self._pages
-        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge, *self.turn)
+        turn = self._turn or (None, None)
+        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge, *turn)
         return packed_step_.unchecked(call)
 
 

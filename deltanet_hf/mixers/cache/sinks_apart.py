@@ -1,8 +1,11 @@
-"""Sinks that a query sees otherwise than the tokens of its window: their part of the softmax, computed apart.
+"""Sinks that a query sees otherwise than other tokens: their part of the softmax, computed apart.
 
 A window's kernel gives attention and log-sum-exp of the window alone; the few sinks are added by theirs. In a model
 that reads further than its teacher, sinks are seen as from a bounded position, which the teacher knows: the query of a
-position p is turned back from p to min(p, bound) before it meets them (`layer/angles.py`).
+position p is turned back from p to min(p, bound) before it meets them (`layer/layer_call.py`).
+
+Learned sinks (gpt-oss) are numbers: the softmax of a head has one more score b, which belongs to no token. With Z the
+sum of exponentials of the others, an attention w becomes w Z / (Z + exp(b)).
 
 Shapes: B batch, T tokens, S sinks, HQ and HK query and key/value heads, D head size.
 """
@@ -59,3 +62,15 @@ def with_sinks(
     weights = (logits - total).exp().unflatten(2, (k.shape[-2], -1))
     far = torch.einsum(f"bthgs,{sinks}->bthgd", weights, v.to(lse.dtype)).flatten(2, 3)
     return ((lse.unsqueeze(-1) - total).exp() * near + far).to(near.dtype), total.squeeze(-1)
+
+
+def with_learned_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp with sinks, from those without.
+
+    Args:
+        output: [..., HQ, D]; lse: log Z [..., HQ] float32; sinks: b [HQ], or None for none.
+    """
+    if sinks is None:
+        return output, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return output * (lse - total).exp().unsqueeze(-1).to(output.dtype), total

@@ -9,12 +9,9 @@
     attention_shape.py   the attention that a mixer replaces, and the settings that all mixers share
     parts.py             modules with parameters of their own: short convolution, key offset, decay, output norm
     feature_maps.py      positive features of queries and keys
-    delayed_layer.py     a mixer whose state holds what has left its window: its call, and what it keeps
-    delayed_state.py     what a query reads of such a state
+    delayed_state.py     a mixer whose state holds what has left its window: its call, and what a query reads
     delayed_window.py    the window beside it, and what leaves the window
-    linear_products.py   linear layers with one input, as one product
     window_branch.py     softmax attention over a window, beside the state
-    learned_sinks.py     one more score per head (gpt-oss)
     masks.py             padding and packed sequences, read off a call's arguments
     token_order.py       rows with padding, in the order that operators expect
 

@@ -140,7 +140,7 @@ class AttentionShape:
     scaling: float | None = None  # of softmax scores; None for D^-0.5
     family_window: int | None = None  # the family's own sliding window, in tokens
     softcap: float | None = None  # C of softmax scores C tanh(s / C); None for no cap
-    learned_sinks: bool = False  # one more score per head (`learned_sinks.py`)
+    learned_sinks: bool = False  # one more score per head (`cache/sinks_apart.py`)
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
-from deltanet_hf.mixers.cache.packed_sinks import kv_cache
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.token_order import placed
 from deltanet_kernels import pack_prompt, round_tokens
 from deltanet_kernels.common.registration import is_observed
@@ -122,7 +122,7 @@ def _rows(
 
 def _packed_part(branch: WindowBranch, call: Further) -> Leaving:
     q, k, v, tokens, padding, turn, own, base = call
-    packed = kv_cache(turn)(branch.cache_spec, own, padding)
+    packed = QuantisedKVCache(branch.cache_spec, own, padding, turn=turn)
     old = packed.cache_before(k)
     window_output, lse = packed.attend(q, k, v, branch.scale, branch.softcap)
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
@@ -133,7 +133,7 @@ def _packed_part(branch: WindowBranch, call: Further) -> Leaving:
 
 def _packed_step(branch: WindowBranch, call: Further) -> Leaving:
     q, k, v, _, _, turn, own, base = call
-    packed, keys, values = kv_cache(turn)(branch.cache_spec, own, None), None, None
+    packed, keys, values = QuantisedKVCache(branch.cache_spec, own, None, turn=turn), None, None
     if not _nothing_leaves(branch, own["count"]):
         leaves = packed.cache_before(k).group(base % branch.groups, k.dtype)  # before the step packs another over it
         keys, values = (_and_another(x.transpose(1, 2)) for x in leaves)

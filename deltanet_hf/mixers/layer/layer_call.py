@@ -1,5 +1,16 @@
 """One call of a layer: what it is given, what its steps hand on, and calls that can be taken back.
 
+In the place of cos and sin, the layers of a model that reads further than its teacher get six or seven tensors, each
+[B or 1, T, ...]. Windows never see a distance that the teacher was not trained on, but whole heads do, and sinks are as
+far away as the text is long. So whole heads have positions of their own, and sinks are seen as from a bounded one:
+
+    cos, sin                   the teacher's, for windows
+    whole_cos, whole_sin       those of whole heads
+    turn_cos, turn_sin         by which a query turns back from its position p to min(p, bound), before it meets sinks
+    scale, or positions        of the queries of whole heads [B or 1, T], where their attention takes one
+
+The caches hold keys as these rotate them. Nothing is rotated when they are read, but where distances are cut.
+
 Shapes: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v, HO those of the output.
 """
 
@@ -15,9 +26,12 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache import history
 from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
+
+Angles = tuple[Tensor, ...]
+"""See the module's docstring; cos and sin alone in a model that reads as far as its teacher."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class LayerCall:
         view: CacheView | None = None
         if isinstance(cache, CacheView):
             view, cache = cache, cache.layer
-        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name, layer.cache_class)
+        part = None if cache is None else layer.place_cache(cache)
         seen = 0 if part is None else part.get_seq_length()
         return cls(part, padding_in(attention_mask, padding, length, seen), boundaries, view, prompt_length)
 
@@ -183,3 +197,29 @@ def recorded(
     last = hidden_states[:, first:].clone() if first else hidden_states
     cache.remember(length - first, lambda tokens: run(last[:, :tokens], first))
     return torch.cat([*outputs, run(last, first)], dim=1)
+
+
+def whole_angles(angles: Angles) -> tuple[PositionEmbeddings, Tensor | None]:
+    """Cos and sin of whole heads, and the last tensor [B or 1, T], if there is one."""
+    first = 2 if len(angles) > 2 else 0
+    return (angles[first], angles[first + 1]), angles[6] if len(angles) > 6 else None
+
+
+def window_angles(
+    angles: Angles, bound: int | None, cache: Any, length: int
+) -> tuple[PositionEmbeddings, PositionEmbeddings | None]:
+    """Cos and sin of a window, and those of the way back, which only texts beyond the bound need.
+
+    Args:
+        bound: the furthest position from which sinks are seen; None for any.
+        cache: the layer's part of the cache before the call, or None.
+        length: tokens of the call.
+    """
+    longest = 0 if cache is None else cache.get_seq_length()
+    if cache is not None and cache.fixed:  # a captured step is replayed for all further tokens
+        longest = cache.longest
+    # The host does not know how long texts are in static caches.
+    unknown = longest is None or isinstance(longest, Tensor)
+    # A teacher's angles, by which layers are fitted and aligned, have no way back.
+    is_beyond = bound is not None and len(angles) > 2 and (unknown or longest + length > bound)
+    return (angles[0], angles[1]), (angles[4], angles[5]) if is_beyond else None

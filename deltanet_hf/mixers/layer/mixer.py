@@ -35,12 +35,10 @@ from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec, held_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
-from deltanet_hf.mixers.layer.delayed_layer import delayed, waiting_shapes
-from deltanet_hf.mixers.layer.delayed_state import read_groups, read_rows
+from deltanet_hf.mixers.layer.delayed_state import delayed, read_groups, read_rows, waiting_shapes
 from deltanet_hf.mixers.layer.layer_call import CacheView, LayerCall, MixCall, Projected, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
-from deltanet_hf.mixers.layer.linear_products import linear_products
-from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
+from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv, linear_products
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.prompt.calls import PromptInputs
@@ -320,18 +318,14 @@ class Mixer(LayerKind, nn.Module):
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
         projected = self.project(self.masked(hidden_states, call))
-        return self.o_proj(self.attended(projected, position_embeddings, call)), None
+        output, new_state = self.attend(projected, position_embeddings, call)
+        if call.cache is not None:
+            call.cache.advance(length, new_state)
+        return self.o_proj(output.flatten(-2)), None
 
     def masked(self, x: Tensor, call: LayerCall) -> Tensor:
         """x [B, T, hidden] with zeros at padding."""
         return x if call.padding is None else x.masked_fill(call.padding.unsqueeze(-1), 0.0)
-
-    def attended(self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall) -> Tensor:
-        """The output before `o_proj` [B, T, HO*D]; the call's part of the cache, if it has one, goes on."""
-        output, new_state = self.attend(projected, position_embeddings, call)
-        if call.cache is not None:
-            call.cache.advance(output.shape[1], new_state)
-        return output.flatten(-2)
 
     def attend(
         self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall

@@ -56,7 +56,7 @@ class Softmax:
     scaling: float
     dropout: float
     softcap: float | None
-    sinks: Tensor | None  # [HQ], see `layer/learned_sinks.py`
+    sinks: Tensor | None  # [HQ], see `cache/sinks_apart.py`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention [B, T, HQ, D] of q [B, HQ, T, E] to k [B, HK, S, E] and v [B, HK, S, D], E >= D.

@@ -7,8 +7,7 @@ Both take a `ChannelCall`. Calls of the recurrence that need gradients use the k
 from __future__ import annotations
 
 from deltanet_kernels.channel_gates import cpu
-from deltanet_kernels.channel_gates.calls import ChannelCall
-from deltanet_kernels.channel_gates.checks import check_channel_rule
+from deltanet_kernels.channel_gates.calls import ChannelCall, check_channel_rule
 from deltanet_kernels.dispatch import Operator
 
 

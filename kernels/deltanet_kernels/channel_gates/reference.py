@@ -14,8 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from deltanet_kernels.channel_gates.calls import ChannelCall
-from deltanet_kernels.channel_gates.checks import check_channel_rule
+from deltanet_kernels.channel_gates.calls import ChannelCall, check_channel_rule
 from deltanet_kernels.common.heads import l2_normalize
 
 

@@ -14,7 +14,6 @@ spans:
     kernels.py     the kernel of a span; the one that adds them is in common/online_softmax.py
     attention.py   launches them and registers the operator with PyTorch
     config.py      tile sizes, and the number of spans
-    checks.py      argument checks
-    calls.py       the arguments
+    calls.py       the arguments, and their check
     operators.py   the operator
 """

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from deltanet_kernels.dispatch import Operator
-from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
-from deltanet_kernels.flash_decoding.checks import check_decode_attention
+from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall, check_decode_attention
 from deltanet_kernels.flash_decoding.reference import torch_decode_attention
 
 

@@ -10,10 +10,8 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.checks import check_packed_step
 from deltanet_kernels.packed_cache.layout import GROUP
-from deltanet_kernels.prompt.calls import GateValuesCall
-from deltanet_kernels.prompt.checks import check_gate_values
-from deltanet_kernels.window.calls import WindowMixtureCall
-from deltanet_kernels.window.checks import check_window_mixture
+from deltanet_kernels.prompt.calls import GateValuesCall, check_gate_values
+from deltanet_kernels.window.calls import WindowMixtureCall, check_window_mixture
 
 
 class GroupRuleCall(NamedTuple):

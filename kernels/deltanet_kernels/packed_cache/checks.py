@@ -24,8 +24,7 @@ from deltanet_kernels.packed_cache.calls import (
     RoundTokensCall,
 )
 from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, is_packable
-from deltanet_kernels.window.calls import WindowCall
-from deltanet_kernels.window.checks import check_window_attention
+from deltanet_kernels.window.calls import WindowCall, check_window_attention
 
 
 def check_packed_attention(call: PackedAttentionCall) -> None:

@@ -5,8 +5,7 @@
     inputs.py     q, k and v of a state, and q and k of a window beside it, from the outputs of the projections
     gates.py      log decay and write strength from their logits
     cpu.py        both in PyTorch: CPU tensors, and CUDA calls that the kernels do not support
-    calls.py      the arguments of each operator
-    checks.py     argument checks
+    calls.py      the arguments of each operator, and their checks
     operators.py  the operators
 
 What follows the recurrence, the output norm and gate and the mixture with a window, is in `window/mixture.py`. Decoding

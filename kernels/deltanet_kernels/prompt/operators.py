@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from deltanet_kernels.dispatch import Operator
-from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall
-from deltanet_kernels.prompt.checks import check_gate_values, check_prompt_inputs
+from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall, check_gate_values, check_prompt_inputs
 from deltanet_kernels.prompt.cpu import torch_gate_values, torch_prompt_inputs
 
 

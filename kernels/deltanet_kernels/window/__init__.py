@@ -22,8 +22,7 @@ if j <= i and (i - j < window or j < sinks). Every kernel splits these pairs in 
     tiles.py       what the kernels share: places of tiles, loads, masks
     softcap.py     scores in units of log 2, capped or not
     config.py      tile sizes
-    calls.py       the arguments of each operator
-    checks.py      argument checks
+    calls.py       the arguments of each operator, and their checks
     operators.py   the operators
 
 Glossary, for one sequence and one query head:

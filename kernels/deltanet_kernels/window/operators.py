@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 from deltanet_kernels.dispatch import Operator
-from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
-from deltanet_kernels.window.checks import (
+from deltanet_kernels.window.calls import (
+    WindowCall,
+    WindowKeepCall,
+    WindowMixtureCall,
+    WindowStepCall,
     check_window_attention,
     check_window_keep,
     check_window_mixture,

@@ -51,7 +51,7 @@ from deltanet_kernels.window.cpu import block_size
 from deltanet_recipes.schema import Align, Stage, stage_tokens
 from deltanet_recipes.training.adapters import merge_lora, train_for
 from deltanet_recipes.training.feeds import micro_batch_rows
-from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, mixers, output_weight
+from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, mixers
 from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.runtime import Runtime
 
@@ -312,7 +312,7 @@ class _Sizes(NamedTuple):
             queries=queries * head_size(config),
             attention=attention,
             outside=_numbers(student.parameters()) - _numbers(layers.parameters()),
-            vocabulary=output_weight(student).shape[0],
+            vocabulary=student.get_output_embeddings().weight.shape[0],
         )
 
 

@@ -63,12 +63,17 @@ class LayerRunner:
                 layer has run (unless its gradient is needed).
         """
         hidden, states = entry.hidden, []
-        for layer, kwargs in zip(decoder_layers(self.model), entry.kwargs, strict=True):
+        for layer, kwargs in zip(self._decoder.layers, entry.kwargs, strict=True):
             hidden = self.run_layer(layer, hidden, kwargs)
             if keep:
                 states.append(hidden)
         decoder: Any = self.model.model
         return decoder.norm(hidden), states
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The output matrix [V, D]."""
+        return self.model.get_output_embeddings().weight  # type: ignore[operator, no-any-return]
 
     def run_layer(self, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The output [R, L, D] of one decoder layer."""

@@ -263,8 +263,3 @@ def mixers(student: nn.Module) -> dict[int, Any]:
 def is_imported(student: nn.Module) -> bool:
     """Whether the student is an imported Qwen3.5 model, whose mixers were pretrained with the rest of it."""
     return student.config.model_type == MODEL_TYPE  # type: ignore[union-attr, no-any-return]
-
-
-def output_weight(model: nn.Module) -> torch.Tensor:
-    """The output matrix [V, D] of a causal language model."""
-    return model.get_output_embeddings().weight  # type: ignore[operator, no-any-return]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltanet_hf.fast.two_streams import two_streams
 from deltanet_hf.process_memory import give_back_freed_memory
+from deltanet_kernels.common.device import two_streams
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.adapters import MergedAdapters
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output, recomputed
@@ -26,7 +26,7 @@ from deltanet_recipes.training.losses import (
     relative_squared_error,
     squared_error,
 )
-from deltanet_recipes.training.model_pair import mixers, output_weight
+from deltanet_recipes.training.model_pair import mixers
 from deltanet_recipes.training.windowed_teacher import windowed_inputs
 
 Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
@@ -178,9 +178,9 @@ class DistilLoss(nn.Module):
             self.adapters.multiply()
         entry = batch.student
         (hidden, states), (per_token, teacher_states) = two_streams(
-            lambda: self._student_layers.run_layers(entry), lambda: self._teach(batch), entry.hidden.device
+            (lambda: self._student_layers.run_layers(entry), lambda: self._teach(batch)), entry.hidden.device
         )
-        shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
+        shared: tuple[torch.Tensor, ...] = (self._teacher_layers.output_weight,)
         if self.recall_weight > 0:
             shared = (*shared, self.mean_weight)
         if self.positions is not None:
@@ -190,7 +190,7 @@ class DistilLoss(nn.Module):
             self.chunk_loss,
             self.chunk,
             hidden.flatten(0, 1),
-            output_weight(self.student),
+            self._student_layers.output_weight,
             batch.rows.labels.flatten(),
             per_token,
             shared,
@@ -228,7 +228,7 @@ class DistilLoss(nn.Module):
     @torch.no_grad()
     def measure_mean_weight(self, batches: list[Batch]) -> None:
         """Set the mean weight of a scored token to that of some rows."""
-        head, matrix = Head.of(self.teacher), output_weight(self.teacher)
+        head, matrix = Head.of(self.teacher), self._teacher_layers.output_weight
         total, count = torch.zeros_like(self.mean_weight), 0
         for batch in map(self.prepare, batches):
             (full, near), _ = self._teach(batch)
