@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.attention.family_attention import kind_of
+from deltanet_hf.mixers.attention.still_key_bias import drop_still_key_bias
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.models.far_positions import FarRotary, make_far
@@ -76,6 +77,9 @@ class LayerStep:
     def begin(self, index: int, calibration: Tensor) -> LayerWork:
         """Loads layer `index` and advances `calibration`, the teacher's activations [n, T, hidden], in place."""
         layer: Any = self.stream.load_layer(index).to(self.device)
+        if LayerTable.of(self.student.config).cache_bits < 16:
+            rotary, positions = self.stream.model.model.rotary_emb, self.student.config.max_position_embeddings
+            drop_still_key_bias(layer.self_attn, rotary, positions)
         kwargs = moved(self.stream.layer_kwargs[index], self.device)
         new = self.student.model.layers[index].self_attn
         table = LayerTable.of(self.student.config)

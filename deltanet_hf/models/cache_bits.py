@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.family_attention import kind_of
+from deltanet_hf.mixers.attention.still_key_bias import drop_still_key_bias
 from deltanet_hf.mixers.cache.quantised_cache_spec import check_packable
 from deltanet_hf.models.stateful import make_stateful
 from deltanet_hf.models.unwrapped import unwrapped
@@ -63,6 +64,8 @@ def use_cache_bits(model: Any, bits: int) -> None:
     model.model.cache_bits = bits  # which `check_call` compares with a cache's
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
         make_stateful(model)
+        for part, _ in (part for kind in kinds for part in kind.softmax_parts):
+            drop_still_key_bias(part, model.model.rotary_emb, model.config.max_position_embeddings)
 
 
 def add_key_order(model: PreTrainedModel) -> None:

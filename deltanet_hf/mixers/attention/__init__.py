@@ -2,6 +2,7 @@
 
 window_softmax.py   the softmax under a window and sinks (`window.py`)
 packed_softmax.py   the softmax over keys and values in 8 or 4 bits
+still_key_bias.py   what a key's bias adds in channels that hardly turn, left out for keys of few bits
 single_query.py     the softmax of one token, for decoding
 head_split.py       narrower attentions, each with some of the heads (`mixed_heads.py`)
 paired_class.py     a class of ours in front of the family's
