@@ -16,7 +16,6 @@ from deltanet_recipes.schema_sections import (
     Optimizer,
     Recall,
     Source,
-    WindowDropout,
 )
 from measuring.markdown import Column, table
 from measuring.study.study_config import Conversion, Run, Study
@@ -28,7 +27,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "evaluation (of a source)": (EvaluationArray, None),
     "recall (of a source)": (Recall, None),
     "every stage": (StageBase, None),
-    "window_dropout (of a stage)": (WindowDropout, None),
     "optimizer (of a stage)": (Optimizer, None),
     "kind: align": (Align, StageBase),
     "kind: distil": (DistilBase, StageBase),
