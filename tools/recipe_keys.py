@@ -1,4 +1,4 @@
-"""The keys of recipes and studies as Markdown tables."""
+"""The keys of recipes as Markdown tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from deltanet_recipes.schema_sections import (
     Source,
 )
 from measuring.markdown import Column, table
-from measuring.study.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "the recipe": (Recipe, None),
@@ -33,9 +32,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "kind: long (as distil, other defaults)": (Long, DistilBase),
     "engine": (Engine, None),
     "log": (Log, None),
-    "a study": (Study, None),
-    "runs (of a study)": (Run, None),
-    "convert (of a run)": (Conversion, None),
 }
 
 

@@ -13,6 +13,7 @@ from deltanet_convert.calibration_text import SHIPPED_TEXT
 from deltanet_convert.options import ConvertOptions
 from deltanet_recipes.cli import build_app
 from deltanet_recipes.config import read_recipe
+from measuring.study.model_facts import run_facts
 from measuring.study.provenance import commands, conversion, flags, training
 
 RECIPE = "smollm2-135m"
@@ -82,3 +83,13 @@ def test_a_row_has_all_commands(tmp_path: Path) -> None:
     assert commands(folder, "measuring.study.front", words) == (
         f"{converted}deltanet-hf distill {RECIPE} student=student output=run && {measured.format('run/final')}"
     )
+
+
+def test_the_tokens_of_a_run_are_those_of_its_stages(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    final.mkdir()
+    assert run_facts(final) == {}
+    (final / "recipe.json").write_text(json.dumps({"seed": 7}))
+    log = [{"stage": stage, "step": step, "tokens": 100 * step} for stage in ("align", "distil") for step in range(4)]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    assert run_facts(final) == {"tokens": 600, "seed": 7}
