@@ -72,15 +72,15 @@ def test_a_recipe_is_the_shipped_one_with_its_changes_or_named_by_its_file() -> 
 
 def test_a_row_has_all_commands(tmp_path: Path) -> None:
     words = ["arrays", "rows.json", *flags(teacher="T", limit=None, window=True, model="NAME=FOLDER", bits=4)]
-    measured = "python -m measuring.study.front arrays rows.json --teacher T --window --model NAME={} --bits 4"
+    measured = "python -m measuring.study.state_rows arrays rows.json --teacher T --window --model NAME={} --bits 4"
     folder = tmp_path / "run" / "final"
     folder.mkdir(parents=True)
-    assert commands(folder, "measuring.study.front", words) == measured.format("final")
+    assert commands(folder, "measuring.study.state_rows", words) == measured.format("final")
     (folder / "conversion.json").write_text(json.dumps(report()))
     converted = f"{DEFAULT} && "
-    assert commands(folder, "measuring.study.front", words) == converted + measured.format("student")
+    assert commands(folder, "measuring.study.state_rows", words) == converted + measured.format("student")
     (folder / "recipe.json").write_text(read_recipe(RECIPE).model_dump_json())
-    assert commands(folder, "measuring.study.front", words) == (
+    assert commands(folder, "measuring.study.state_rows", words) == (
         f"{converted}deltanet-hf distill {RECIPE} student=student output=run && {measured.format('run/final')}"
     )
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import gpu_tests
+from comparison_tables import KL, SHARES
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure, repeated
 from deltanet_hf.evaluation.tasks.text_windows import windows
@@ -26,8 +27,7 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from measuring.rows import RowFile
-from measuring.study.front import load_items
-from measuring.study.hybrid_row import KL, SHARES
+from measuring.study.items import load_items
 from mixers_table import mixers
 from readme_tables import BLOCK, rewritten
 
