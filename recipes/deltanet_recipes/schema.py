@@ -110,7 +110,7 @@ class DistilBase(StageBase):
         description="Bits in which the student sees earlier keys and values in this stage; gradients pass the rounding "
         "unchanged. For a student whose cache will be quantised.",
     )
-    kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
+    kl_weight: float = Field(1.0, ge=0, description="Weight of KL(teacher || student) (nats per token).")
     ce_weight: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     far_ce_weight: float = Field(
         0.0,
@@ -120,12 +120,6 @@ class DistilBase(StageBase):
     )
     hidden_weight: float = Field(
         0.0, ge=0, description="Weight of the relative squared error of the residual stream, averaged over layers."
-    )
-    temperature: float = Field(
-        1.0, gt=0, description="Divides the logits of both models; the KL is multiplied by its square."
-    )
-    direction: Literal["forward", "reverse"] = Field(
-        "forward", description="forward: KL(teacher || student). reverse: KL(student || teacher)."
     )
     loss_chunk: int = Field(
         4096, gt=0, description="Tokens whose logits are in memory at once, as fp32 arrays of loss_chunk x vocabulary."

@@ -35,17 +35,9 @@ def example(seed: int = 0) -> tuple[torch.Tensor, ...]:
     return hidden, weight, labels, other, other_weight
 
 
-@pytest.mark.parametrize(
-    ("terms", "size"),
-    [
-        (KlTerms(ce_weight=0.1), 7),
-        (KlTerms(0.7, 0.3, 2.0), 1),
-        (KlTerms(0.7, 0.3, 2.0), 7),
-        (KlTerms(0.7, 0.3, 2.0), 100),
-        (KlTerms(1.0, 0.0, 1.5, reverse=True), 7),
-    ],
-)
-def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: int) -> None:
+@pytest.mark.parametrize(("ce_weight", "size"), [(0.0, 7), (0.3, 1), (0.3, 7), (0.3, 100)])
+def test_chunked_loss_and_gradients_equal_the_plain_ones(ce_weight: float, size: int) -> None:
+    terms = KlTerms(0.7, ce_weight)
     hidden, weight, labels, other, other_weight = example()
     h, h2 = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     chunk = live_chunk(Head(divisor=2.0, softcap=5.0), Head(softcap=4.0), terms)
@@ -55,10 +47,8 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: i
     student = 5.0 * torch.tanh((h2 @ weight.T).float() / 2.0 / 5.0)
     scored = labels >= 0
     teacher = 4.0 * torch.tanh((other @ other_weight.T).float() / 4.0)
-    p, q = (F.log_softmax(x / terms.temperature, -1) for x in (teacher, student))
-    if terms.reverse:
-        p, q = q, p
-    each = (p.exp() * (p - q)).sum(-1) * terms.temperature**2
+    p, q = (F.log_softmax(x, -1) for x in (teacher, student))
+    each = (p.exp() * (p - q)).sum(-1)
     plain_kl = each[scored].sum()
     plain_ce = F.cross_entropy(student[scored], labels[scored], reduction="sum")
     plain = terms.kl_weight * plain_kl + terms.ce_weight * plain_ce

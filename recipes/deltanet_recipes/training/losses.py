@@ -52,12 +52,10 @@ class Head:
 
 @dataclass(frozen=True)
 class KlTerms:
-    """Weights and form of the loss on the output distribution; `schema.DistilBase` describes each."""
+    """Weights of the loss on the output distribution; `schema.DistilBase` describes each."""
 
     kl_weight: float = 1.0
     ce_weight: float = 0.0
-    temperature: float = 1.0
-    reverse: bool = False
     far_ce_weight: float = 0.0
 
 
@@ -98,32 +96,22 @@ def _from_logits(
     """The sums [3] of a ChunkLoss and the gradient of the loss with respect to the student's logits [n, V].
 
     Tokens that are not `taught` [n] have no KL, and a weight of cross-entropy of their own. One pass over the logits
-    takes the normalisers and one values and gradient; autograd would take two more. With
-    p = softmax(s / temperature) and u = softmax(t / temperature), the gradient is
-
-        temperature (p - u) for temperature^2 KL(u || p) (Hinton et al. 2015, eq. 2), and
-        temperature p (log p - log u - KL(p || u)) for temperature^2 KL(p || u).
+    takes the normalisers and one values and gradient; autograd would take two more. With p = softmax(s) and
+    u = softmax(t), the gradient of KL(u || p) is p - u.
     """
-    tau = terms.temperature
-    log_p, log_u = F.log_softmax(student / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
-    p, u = log_p.exp(), log_u.exp()
-    if terms.reverse:
-        kl = kl_from_log_probs(log_p, log_u)
-        gradient = tau * p * (log_p - log_u - kl[:, None])
-    else:
-        kl = kl_from_log_probs(log_u, log_p)
-        gradient = tau * (p - u)
+    log_p, log_u = F.log_softmax(student, dim=-1), F.log_softmax(teacher, dim=-1)
+    p = log_p.exp()
+    kl, gradient = kl_from_log_probs(log_u, log_p), p - log_u.exp()
     ce_weight = torch.full_like(kl, terms.ce_weight)
     if taught is not None:
         kl, gradient = kl * taught, gradient * taught[:, None]
         ce_weight = ce_weight.where(taught, terms.far_ce_weight)
-    log_p = log_p if tau == 1.0 else F.log_softmax(student, dim=-1)
     is_label = torch.arange(student.shape[-1], device=student.device) == labels[:, None]
     ce = -torch.where(is_label, log_p, 0.0).sum(-1)
-    gradient = terms.kl_weight * gradient + ce_weight[:, None] * (log_p.exp() - is_label.float())
+    gradient = terms.kl_weight * gradient + ce_weight[:, None] * (p - is_label.float())
     scored = labels >= 0
-    loss = terms.kl_weight * kl * tau**2 + ce_weight * ce
-    sums = [x.masked_fill(~scored, 0.0).sum() for x in (loss, kl * tau**2, ce)]
+    loss = terms.kl_weight * kl + ce_weight * ce
+    sums = [x.masked_fill(~scored, 0.0).sum() for x in (loss, kl, ce)]
     return torch.stack(sums), gradient.masked_fill(~scored[:, None], 0.0)
 
 

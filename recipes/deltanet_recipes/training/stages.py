@@ -149,13 +149,7 @@ class StageRun:
         ).run()
 
     def _distil(self, stage: DistilBase) -> None:
-        terms = KlTerms(
-            stage.kl_weight,
-            stage.ce_weight,
-            stage.temperature,
-            stage.direction == "reverse",
-            stage.far_ce_weight,
-        )
+        terms = KlTerms(stage.kl_weight, stage.ce_weight, stage.far_ce_weight)
         teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
         config: Any = teacher.config
         positions = int(config.max_position_embeddings)
