@@ -57,7 +57,7 @@ from deltanet_recipes.training.runtime import Runtime
 
 ACTIVATION_FACTOR = {True: 1.0, False: 2.0}
 """Numbers that compiled and eager layers keep for the backward pass, by those that pass their matrices; measured."""
-LOGIT_BYTES = {True: 12, False: 48}
+LOGIT_BYTES = {True: 12, False: 40}
 """Bytes per token of a chunk and word of the vocabulary, compiled and eager: logits of both models, their
 log-probabilities, and the gradient; measured."""
 LESS_MEMORY = "lower micro_batch_rows or loss_chunk, or set engine.gradient_checkpointing=true"
