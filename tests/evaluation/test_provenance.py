@@ -44,8 +44,8 @@ def test_the_command_of_a_conversion_writes_out_what_a_default_decides() -> None
             "--keep heads.json --mixer gated_deltanet+window --set gate_bias=false --cache-bits 16 --seed 1",
         ),
         (
-            {"layers": "keep:3", "training": False, "fit_memory": False},
-            "--keep layers:3 --mixer gated_deltanet+window --cache-bits 16 --no-training --no-fit-memory",
+            {"layers": "keep:3", "training": False},
+            "--keep layers:3 --mixer gated_deltanet+window --cache-bits 16 --no-training",
         ),
     ]
     command = typer.main.get_command(build_app("convert")).commands["convert"]  # type: ignore[attr-defined]
