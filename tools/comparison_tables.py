@@ -5,10 +5,10 @@ YAML; a row may name a `results` of its own. `columns` are names of values, or s
 column. A cell is **bold** where the row is better than its baseline, and *italic* where it is worse, by more than two
 standard errors of their difference.
 
-- `front`: rows of `measuring.study.front`; `baseline` of a row names the run that it is compared with, by the outcomes
-  of single items.
-- `changes`: rows of `measuring.study.hybrid_row`, as changes from the run `base`: KL and perplexity in percent, all
-  others in points.
+- `front`: rows of `measuring.study.state_rows`, or of `measuring.study.front` at commit bdedce8a; `baseline` of a row
+  names the run that it is compared with, by the outcomes of single items.
+- `changes`: rows of `measuring.study` at commit 850a0947, as changes from the run `base`: KL and perplexity in
+  percent, all others in points.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.measure import Measured
+from deltanet_hf.evaluation.measures.relative import paired_difference
 from measuring.markdown import Column, figure, table
 from measuring.rows import Row, RowFile
-from measuring.study.front import load_items
-from measuring.study.hybrid_row import compared
+from measuring.study.items import load_items
+from measuring.study.task_suites import COLUMNS
 
 HEADERS = {
     "tokens": "tokens trained",
@@ -56,6 +58,15 @@ HEADERS = {
     "pairs_128": "128 pairs, %",
 }
 RELATIVE = ("kl_", "wt2", "exact_repeat")  # smaller is better; changes are given in percent
+KL = ("kl_1k", "kl_4k", "kl_8k", "kl_16k", "kl_32k")
+RECALL = (
+    *(f"{name}_{length}" for name in ("needles", "prose") for length in ("1k", "2k", "4k", "8k", "16k", "32k")),
+    *("pairs_8", "pairs_32", "pairs_128"),
+)
+SHARES = {"top1": "top1_4k"} | {name: name for name in (*RECALL, *COLUMNS)}
+"""Column in per cent -> the clusters that it comes from."""
+PERPLEXITIES = {"exact_repeat": "loss_repeat", "wt2": "loss_wt2"}
+CLEAR = 2.0  # standard errors
 Ahead = dict[str, list[str]]
 
 
@@ -96,6 +107,22 @@ def front(path: Path) -> str:
         return Line(label, row, ahead(entry["run"], entry.get("baseline")))
 
     return _table(layout, [line(entry) for entry in layout["rows"]], _cell)
+
+
+def compared(student: Measured, policy: Measured) -> Ahead:
+    """The columns in which the student is better and worse than a policy by more than two standard errors."""
+    better, worse = [], []
+    for name in (*KL, *SHARES, "bigram", *PERPLEXITIES):
+        source = (SHARES | PERPLEXITIES).get(name, name)
+        if source not in student.clusters or source not in policy.clusters:
+            continue
+        difference = paired_difference(student.clusters[source], policy.clusters[source])
+        gain = -difference.value if name in KL or name in PERPLEXITIES else difference.value
+        if gain > CLEAR * difference.stderr:
+            better.append(name)
+        elif -gain > CLEAR * difference.stderr:
+            worse.append(name)
+    return {"better": better, "worse": worse}
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Callable[[dict[str, str]], Row]]:

@@ -1,4 +1,4 @@
-"""Tables of rows of `measuring.study.mixer_row`, for readme_tables.py.
+"""Tables of rows of `measuring.study.mixer_row` at commit bdedce8a, for readme_tables.py.
 
 There is one table per number of kept layers and budget of tokens, headed by the teacher and by what is not trained. A
 line joins the seeds of one run. Behind ± stands the standard error of the measurement, or for several seeds half the

@@ -1,4 +1,4 @@
-"""The keys of recipes and studies as Markdown tables."""
+"""The keys of recipes as Markdown tables."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from deltanet_recipes.schema_sections import (
     Optimizer,
     Recall,
     Source,
-    WindowDropout,
 )
 from measuring.markdown import Column, table
-from measuring.study.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "the recipe": (Recipe, None),
@@ -28,16 +26,12 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "evaluation (of a source)": (EvaluationArray, None),
     "recall (of a source)": (Recall, None),
     "every stage": (StageBase, None),
-    "window_dropout (of a stage)": (WindowDropout, None),
     "optimizer (of a stage)": (Optimizer, None),
     "kind: align": (Align, StageBase),
     "kind: distil": (DistilBase, StageBase),
     "kind: long (as distil, other defaults)": (Long, DistilBase),
     "engine": (Engine, None),
     "log": (Log, None),
-    "a study": (Study, None),
-    "runs (of a study)": (Run, None),
-    "convert (of a run)": (Conversion, None),
 }
 
 

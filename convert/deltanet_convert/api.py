@@ -36,8 +36,7 @@ def convert(
         mixer: the layer in its place, such as "gated_deltanet" or "gated_deltanet+window".
         set: settings of the mixer, such as {"allow_neg_eigval": True}.
         options: further options of `deltanet-hf convert`, among them text, calibration_tokens, cache_bits, dtype,
-            device, seed, profile, pure, overwrite and resume; training=False and fit_memory=False are `--no-training`
-            and `--no-fit-memory`.
+            device, seed, profile, pure, overwrite and resume; training=False is `--no-training`.
 
     Returns:
         The contents of conversion.json: the plan, the errors of the layers, and the comparison with the teacher.

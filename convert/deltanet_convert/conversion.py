@@ -87,9 +87,7 @@ class _Run:
         self.stream.learn_arguments(self.text.calibration.shape[1])
         activations = self._start()
         options = self.job.options
-        step = LayerStep(
-            self.stream, self.job.plan.student, self.job.dtype, options.seed, options.fit_memory, self.job.device
-        )
+        step = LayerStep(self.stream, self.job.plan.student, self.job.dtype, options.seed, self.job.device)
         missing = [index for index in range(self.count) if f"layer {index}" not in self.workspace.steps]
         at_once = self.job.plan.layers_at_once
         with fit_threads(step, at_once) as submit:

@@ -63,7 +63,6 @@ class LayerStep:
         student: the converted model on the meta device.
         dtype: dtype of the stored weights; the student runs in float32 with its weights rounded to this dtype.
         seed: random seed of the start values. Each layer has its own, so that a resumed run repeats them.
-        fit_memory: whether to fit decay and write strength (`start/fitted.py`).
         device: the device on which layers run and are fitted; activations and finished layers are in main memory.
     """
 
@@ -71,7 +70,6 @@ class LayerStep:
     student: Any
     dtype: torch.dtype
     seed: int
-    fit_memory: bool
     device: torch.device
 
     def begin(self, index: int, calibration: Tensor) -> LayerWork:
@@ -142,7 +140,7 @@ class LayerStep:
         index, new = work.index, work.new
         calibration = LayerCalibration(inputs, work.kwargs)
         with own_turn(self.seed * 1_000_003 + index, self.device):
-            figures = start_rule(new.name)(work.layer.self_attn, new, calibration, self.fit_memory)
+            figures = start_rule(new.name)(work.layer.self_attn, new, calibration)
         for name, parameter in new.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise QualityError(

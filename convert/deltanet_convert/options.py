@@ -123,14 +123,6 @@ class ConvertOptions(Options):
             is_eager=True,
         ),
     ] = ()
-    fit_memory: Annotated[
-        bool,
-        Option(
-            "--no-fit-memory",
-            help="Start decay and write strength as in a model trained from scratch, instead of fitting them to the "
-            "teacher.",
-        ),
-    ] = True
     text: Annotated[
         Path | None,
         Option(
@@ -244,9 +236,6 @@ class ConvertOptions(Options):
             )
         if self.context is None and "positions" in self.model_fields_set:
             raise UserError(f"--positions {self.positions}: changes nothing without --context; add it, or leave it out")
-        kind = self._recommended()[0]
-        if not self.fit_memory and not kind.fits_memory():
-            raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
         self.table(1, ())
         return self
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import stored_bytes
-from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 
 SINKS = 4
 
@@ -28,15 +28,11 @@ class WindowPolicy:
         kept: layers without a window.
         window: the most recent tokens that the other layers see; None leaves the teacher as it is.
         sinks: the tokens at the start that they also see.
-        heads: (layer, key/value head) of single heads without a window, in layers that are not kept.
-        windows: by layer, where they are not all `window`.
     """
 
     kept: tuple[int, ...]
     window: int | None
     sinks: int = SINKS
-    heads: tuple[tuple[int, int], ...] = ()
-    windows: tuple[int, ...] = ()
 
     def apply(self, teacher: PreTrainedModel) -> PreTrainedModel:
         """A copy of the teacher under this policy.
@@ -46,12 +42,6 @@ class WindowPolicy:
         model = copy.deepcopy(teacher)
         if self.window is None:
             return model
-        if self.heads or self.windows:
-            all_heads = range(model.config.num_key_value_heads)
-            kept = {layer: set(all_heads) for layer in self.kept}
-            for layer, head in self.heads:
-                kept.setdefault(layer, set()).add(head)
-            return restrict_heads(model, kept, self.windows or self.window, self.sinks)
         layers = [i for i in range(model.config.num_hidden_layers) if i not in self.kept and not self._has(model, i)]
         return restrict_to_window(model, self.window, self.sinks, layers) if layers else model
 
@@ -60,24 +50,15 @@ class WindowPolicy:
         return family_window is not None and self.window is not None and family_window <= self.window + self.sinks
 
 
-def longest_window(
-    teacher: PreTrainedModel,
-    kept: Collection[int],
-    budget: int,
-    tokens: int,
-    bits: int,
-    heads: Sequence[tuple[int, int]] = (),
-) -> int | None:
+def longest_window(teacher: PreTrainedModel, kept: Collection[int], budget: int, tokens: int, bits: int) -> int | None:
     """The longest window with which a sequence of `tokens` tokens fits into `budget` bytes; None if none does.
 
     Args:
         kept: layers that stay as they are.
         bits: of keys and values.
-        heads: (layer, key/value head) of single heads that stay as they are.
     """
 
     def size(window: int) -> int:
-        policy = WindowPolicy(tuple(kept), window, heads=tuple(heads))
-        return stored_bytes(policy.apply(teacher), tokens, bits)
+        return stored_bytes(WindowPolicy(tuple(kept), window).apply(teacher), tokens, bits)
 
     return bisect.bisect_right(range(1, tokens + 1), budget, key=size) or None

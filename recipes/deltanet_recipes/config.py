@@ -125,7 +125,7 @@ def _check_files(path: Path, recipe: Recipe) -> None:
         problems += [
             f"stages.{stage_name(stage)}.ce_weight: the student is its own teacher, and only text can teach it; set it"
             for stage in recipe.stages
-            if isinstance(stage, DistilBase) and not stage.ce_weight and stage.sees_what_the_teacher_sees
+            if isinstance(stage, DistilBase) and not stage.ce_weight and stage.cache_bits == 16
         ]
     problems += _missing_files(recipe.data)
     problems += [

@@ -80,12 +80,11 @@ def report(
         str,
         typer.Option(
             help="Comma-separated list of window (softmax restricted to a window), equal-bytes (what costs no "
-            "training, in the bytes and bits of each student), linear-off (linear layers give zero), scratch "
-            "(converted layers before any fitting) and ablations (softmax layers, windows of layers with "
-            "states, or those states taken away); or none.",
+            "training, in the bytes and bits of each student), linear-off (linear layers give zero) and "
+            "ablations (softmax layers, windows of layers with states, or those states taken away); or none.",
             show_default="all but ablations",
         ),
-    ] = "window,equal-bytes,linear-off,scratch",
+    ] = "window,equal-bytes,linear-off",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use at most this many rows of each measurement, for a trial.")
     ] = None,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deltanet_recipes.schema_sections import Data, Engine, Log, Optimizer, Strict, WindowDropout
+from deltanet_recipes.schema_sections import Data, Engine, Log, Optimizer, Strict
 
 LONGEST_NAME = 100  # bytes of a stage's name; files add to it
 
@@ -24,9 +24,6 @@ class StageBase(Strict):
         None, gt=0, description="Rows that one process works on at once. Default: all its rows of a step."
     )
     optimizer: Optimizer = Field(default_factory=Optimizer)
-    window_dropout: WindowDropout | None = Field(
-        None, description="Leave out the windows of layers with states at random, see below. Default: never."
-    )
 
     @field_validator("name")
     @classmethod
@@ -108,25 +105,12 @@ class DistilBase(StageBase):
         description="Where the adapters are. attention: on the projections of the layers that stay softmax or have "
         "windows alone, or of all layers of an imported model. all: on the MLPs, too.",
     )
-    kept_qk: Literal["train", "frozen", "restore"] = Field(
-        "train",
-        description="Query and key projections of the layers that keep softmax attention, with their learned norms. "
-        "train: trained like the rest. frozen: not trained. restore: trained, but the final model has them as they "
-        "were before the run (in a converted model, the teacher's).",
-    )
     cache_bits: Literal[16, 8, 4] = Field(
         16,
         description="Bits in which the student sees earlier keys and values in this stage; gradients pass the rounding "
         "unchanged. For a student whose cache will be quantised.",
     )
-    recall_weight: float = Field(
-        0.0,
-        ge=0,
-        description="c in the weight 1 + c x min(d, 2) of a token's KL term, where d is the KL in nats from the "
-        "teacher to the teacher under a window of 64 tokens and 4 sinks: tokens that need the far past count more. "
-        "The weights have mean 1 on held-out rows. 0: no weights, and no second pass of the teacher.",
-    )
-    kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
+    kl_weight: float = Field(1.0, ge=0, description="Weight of KL(teacher || student) (nats per token).")
     ce_weight: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     far_ce_weight: float = Field(
         0.0,
@@ -137,27 +121,14 @@ class DistilBase(StageBase):
     hidden_weight: float = Field(
         0.0, ge=0, description="Weight of the relative squared error of the residual stream, averaged over layers."
     )
-    temperature: float = Field(
-        1.0, gt=0, description="Divides the logits of both models; the KL is multiplied by its square."
-    )
-    direction: Literal["forward", "reverse"] = Field(
-        "forward", description="forward: KL(teacher || student). reverse: KL(student || teacher)."
-    )
     loss_chunk: int = Field(
         4096, gt=0, description="Tokens whose logits are in memory at once, as fp32 arrays of loss_chunk x vocabulary."
     )
-
-    @property
-    def sees_what_the_teacher_sees(self) -> bool:
-        """Whether the student works as it is stored: its cache is not rounded and no window left out."""
-        return self.cache_bits == 16 and self.window_dropout is None
 
     @model_validator(mode="after")
     def _consistent(self) -> DistilBase:
         if self.kl_weight == 0 and self.ce_weight == 0:
             raise ValueError("kl_weight and ce_weight are both 0: nothing to train on")
-        if self.kl_weight == 0 and self.recall_weight > 0:
-            raise ValueError("recall_weight weights the KL term, and kl_weight is 0")
         return self
 
 

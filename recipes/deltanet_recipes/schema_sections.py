@@ -167,15 +167,6 @@ class Optimizer(Strict):
     )
 
 
-class WindowDropout(Strict):
-    """How often a row does without the windows of layers with states (arXiv 2510.05901), so that both learn."""
-
-    start: float = Field(..., ge=0, le=1, description="Probability that a row loses a layer's window, at the start.")
-    end: float = Field(
-        0.0, ge=0, le=1, description="The same in the last step. It changes linearly; evaluations keep all windows."
-    )
-
-
 class Engine(Strict):
     """Device, precision and memory settings. They change the results only by rounding."""
 

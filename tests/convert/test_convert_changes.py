@@ -1,9 +1,8 @@
-"""`--set` and `--no-fit-memory` change single settings of a profile, from the command line to the loaded model."""
+"""`--set` changes single settings of a profile, from the command line to the loaded model."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -83,25 +82,6 @@ def check_result(folder: Path, report: dict[str, Any], settings: dict[str, Any])
     torch.testing.assert_close(torch.cat(steps, dim=1), complete, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.usefixtures("short_fit")
-def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
-    report = tiny_conversion(teacher, tmp_path / "out", fit_memory=False)
-    assert report["options"]["fit_memory"] is False
-    assert "decay and write strength not fitted" in (tmp_path / "out" / "README.md").read_text()
-    mixer = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].self_attn
-    torch.testing.assert_close(mixer.decay.A_log.exp(), torch.linspace(1.0, 16.0, 4))
-    # softplus(dt_bias) has the range of Mamba-2's step sizes
-    torch.testing.assert_close(mixer.decay.dt_bias.exp().log1p(), torch.logspace(-3, -1, 4), rtol=1e-4, atol=1e-6)
-    spread = float(mixer.a_proj.weight.detach().std())
-    assert spread == pytest.approx(0.2, rel=0.3)  # the tiny teacher's initializer_range
-    assert not mixer.b_proj.bias.any()
-    figures = report["layers"][0]
-    assert figures["fit_mse"] < min(1.0, figures["search_mse"])
-    assert min(figures["half_life"]) > 0
-    assert not math.isclose(figures["half_life"][0], figures["half_life"][-1], rel_tol=0.5)
-
-
 WRONG_CHANGES: list[tuple[tuple[str, ...], str]] = [
     (("rope",), "KEY=VALUE"),
     (("ropes=false",), "unknown key 'ropes'"),
@@ -134,8 +114,6 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"profile": "native"}, "^--profile: got 'native', expected one of faithful, qwen3_5"),
     ({"profile": "qwen3_5", "changes": ("rope=true",)}, "^--set rope=true: --profile qwen3_5 fixes the settings"),
     ({"profile": "qwen3_5", "training": False}, "^--no-training: --profile qwen3_5 fixes the settings"),
-    ({"mixer": "window", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer window"),
-    ({"mixer": "linear", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer linear"),
     ({"mixer": "comba", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but comba has only faithful"),
 ]
 

@@ -70,7 +70,7 @@ def test_a_layer_takes_what_is_estimated(tmp_path: Path, monkeypatch: pytest.Mon
     job = prepare(str(tmp_path / "teacher"), tmp_path / "out", options)
     stream = LayerStream(job.teacher)
     stream.learn_arguments(row)
-    step = LayerStep(stream, job.plan.student, torch.float32, 0, True, torch.device("cpu"))
+    step = LayerStep(stream, job.plan.student, torch.float32, 0, torch.device("cpu"))
     found = peak_bytes(lambda: step.fit(step.begin(0, torch.randn(4096 // row, row, 192))))
     assert estimate(config, job.table, 4096).layer == pytest.approx(found, abs=QUARTER * found + WORKSPACE)
     assert found > 2 * WORKSPACE

@@ -31,10 +31,10 @@ IDS = torch.randint(4, 60, (2, 3 * WINDOW + 5), generator=torch.Generator().manu
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gates and shares that were fitted to nothing: the window does not depend on them."""
 
-    def start(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool) -> dict[str, Any]:
+    def start(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration) -> dict[str, Any]:
         layer.window_branch.share_proj.weight.normal_(0, 0.1)
         layer.window_branch.share_proj.bias.fill_(1.0)
-        return quick_start(attention, layer, calibration, fit_memory)
+        return quick_start(attention, layer, calibration)
 
     monkeypatch.setitem(START, "gated_deltanet", start)
 

@@ -59,9 +59,9 @@ def test_resume_skips_finished_layers_and_gives_the_same_bytes(
 ) -> None:
     fitted: list[int] = []
 
-    def count(attention: Any, layer: Any, calibration: Any, fit_memory: bool) -> Any:
+    def count(attention: Any, layer: Any, calibration: Any) -> Any:
         fitted.append(layer.layer_idx)
-        return quick_start(attention, layer, calibration, fit_memory)
+        return quick_start(attention, layer, calibration)
 
     monkeypatch.setitem(START, "gated_deltanet", count)
     assert not interrupted.exists()
@@ -90,7 +90,6 @@ def test_other_inputs_cannot_resume(teacher: Path, interrupted: Path, tmp_path: 
         ({"shard_size": 1000}, r"options\.shard_size"),
         ({"calibration_tokens": 128}, r"options\.calibration_tokens"),
         ({"changes": ("rope=false",)}, r"options\.set\.rope"),
-        ({"fit_memory": False}, r"options\.fit_memory"),
         ({"text": text}, r"text\.sha256"),
         ({"teacher": other}, r"teacher\.files\.model\.safetensors"),
     ]

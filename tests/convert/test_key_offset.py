@@ -133,19 +133,14 @@ def test_few_and_short_sequences(sequences: int, tokens: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fit_memory", [True, False])
-def test_strengths_up_to_2_start_with_the_same_strengths(fit_memory: bool) -> None:
+def test_strengths_up_to_2_start_with_the_same_strengths() -> None:
     attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
     layers, fits = [], []
     for allowed in (False, True):
         layer = blank_layer("llama", "faithful", 0, allow_neg_eigval=allowed)
         copy_attention(attention, layer)
-        if not fit_memory:
-            for projection in (layer.a_proj, layer.b_proj):
-                projection.weight.zero_()
-            layer.b_proj.bias.fill_(0.0 if not allowed else torch.tensor(0.25).logit())
         samples = Samples(attention, layer, states, kwargs)
-        fit = GateFit(layer, samples, fit_memory)
+        fit = GateFit(layer, samples)
         search_memory(fit, samples.search_part())
         layers.append(layer)
         fits.append((fit.gates(states)[1], fit(samples.search_part())))

@@ -61,7 +61,7 @@ def digests(folder: Path) -> dict[str, str]:
     [
         {"mixer": "gated_deltanet+window", "layers": "keep:1"},
         {"mixer": "deltaproduct", "layers": "keep:0"},  # draws random numbers behind the fit, too
-        {"mixer": "kda", "layers": "keep:0", "fit_memory": False},  # and before
+        {"mixer": "kda", "layers": "keep:0"},
         {"profile": "qwen3_5", "layers": "keep:0,3"},  # inserts norms
     ],
 )

@@ -68,7 +68,7 @@ def test_experts_are_not_held_in_memory(tmp_path: Path) -> None:
     job = tiny_job(folder, tmp_path / "out")
     stream = LayerStream(job.teacher)
     stream.learn_arguments(128)
-    step = LayerStep(stream, job.plan.student, torch.float32, 0, True, torch.device("cpu"))
+    step = LayerStep(stream, job.plan.student, torch.float32, 0, torch.device("cpu"))
     experts = 4 * 3 * 32 * 512 * 64
     assert peak_bytes(lambda: step.begin(0, torch.randn(2, 128, 32))) < experts / 4
     assert not [name for name in stream.layers[0].state_dict() if ".experts." in name]

@@ -43,7 +43,7 @@ def test_starts_as_the_fitted_layer(fitted: list[Any], mixer: str, changes: dict
     model_type = "qwen2" if changes else "llama"
     attention, states, kwargs = layer_inputs(tiny_teacher(model_type, attn_implementation="eager"), 0)
     layer: Any = blank_layer(model_type, "faithful", 0, mixer=mixer, **changes)
-    figures = START[mixer](attention, layer, LayerCalibration(states, kwargs), True)
+    figures = START[mixer](attention, layer, LayerCalibration(states, kwargs))
     assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())
     (scalar,) = fitted
     want, got = scalar(states, **kwargs)[0], layer(states, **kwargs)[0]
@@ -61,7 +61,7 @@ def test_starts_as_the_fitted_layer(fitted: list[Any], mixer: str, changes: dict
 def test_the_channels_part_in_training(fitted: list[Any]) -> None:
     attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
     layer: Any = blank_layer("llama", "faithful", 0, mixer="gdn2").requires_grad_(False)
-    START["gdn2"](attention, layer, LayerCalibration(states, kwargs), False)
+    START["gdn2"](attention, layer, LayerCalibration(states, kwargs))
     names = ["f_up.weight", "decay.dt_bias", "erase_proj.weight", "write_proj.weight"]
     parameters = [layer.get_parameter(name).requires_grad_() for name in names]
     with torch.enable_grad():

@@ -35,7 +35,7 @@ def started(**changes: Any) -> tuple[Any, Any, torch.Tensor, dict[str, Any], dic
     """The teacher's attention, the started layer, the attention's inputs and other arguments, and the figures."""
     attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
     layer = blank_layer("llama", "faithful", 0, **changes)
-    figures = start_rule(layer.name)(attention, layer, LayerCalibration(states, kwargs), True)
+    figures = start_rule(layer.name)(attention, layer, LayerCalibration(states, kwargs))
     return attention, layer, states, kwargs, figures
 
 

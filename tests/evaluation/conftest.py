@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_hf import converted_config
 from deltanet_hf.evaluation.report.material import ReportOptions
 from deltanet_hf.models.factory import model_class
-from measuring.study import recall_cells
 from support.tiny_models import randomise, teacher_config, tiny_table, tiny_teacher
 
 VOCABULARY = 340
@@ -59,15 +58,6 @@ def random_arrays(folder: Path, *names: str) -> None:
     """Token arrays of random text, each of another seed."""
     for seed, name in enumerate(names):
         np.save(folder / f"{name}.npy", np.random.default_rng(seed).integers(5, 60, 2000).astype(np.uint16))
-
-
-@pytest.fixture
-def short_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes of two cells for models of 340 tokens."""
-    sizes = {"needles_1k": (420, 3), "pairs_8": (8, 4)}
-    monkeypatch.setattr(
-        recall_cells, "CELLS", {name: (recall_cells.CELLS[name][0], *size) for name, size in sizes.items()}
-    )
 
 
 def report_options(teacher: Path, student: Path, data: Path, folder: Path, **changes: Any) -> ReportOptions:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.training_free import WindowPolicy
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from deltanet_hf.models.restrict import restrict_heads
 from deltanet_recipes.schema import Long
 from measuring.eviction import attention, training
 from measuring.eviction import gates as gates_module
@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_cache() -> None:
     assert whole.bytes(500, 1.0) - stored_bytes(teacher, 500, 4) == 4 * (8 - 4)  # a count per head, not per layer
     assert whole.bytes(148, 0.5) == whole.bytes(96, 1.0) < whole.bytes(150, 0.5)  # half of what is beyond 40 + 4
     chosen = ((0, 1), (2, 0), (2, 1))
-    policy = WindowPolicy((), 129, heads=chosen, windows=windows).apply(teacher)
+    policy = restrict_heads(tiny_teacher("llama"), {0: [1], 2: [0, 1]}, windows, 4)
     some = Heads.of(teacher.config, chosen, windows)
     assert some.bytes(500, 1.0) - stored_bytes(policy, 500, 4) == 4 * (8 - 5)
     share = some.share(some.bytes(2000, 0.3), 2000)

@@ -13,6 +13,7 @@ from deltanet_convert.calibration_text import SHIPPED_TEXT
 from deltanet_convert.options import ConvertOptions
 from deltanet_recipes.cli import build_app
 from deltanet_recipes.config import read_recipe
+from measuring.study.model_facts import run_facts
 from measuring.study.provenance import commands, conversion, flags, training
 
 RECIPE = "smollm2-135m"
@@ -43,8 +44,8 @@ def test_the_command_of_a_conversion_writes_out_what_a_default_decides() -> None
             "--keep heads.json --mixer gated_deltanet+window --set gate_bias=false --cache-bits 16 --seed 1",
         ),
         (
-            {"layers": "keep:3", "training": False, "fit_memory": False},
-            "--keep layers:3 --mixer gated_deltanet+window --cache-bits 16 --no-training --no-fit-memory",
+            {"layers": "keep:3", "training": False},
+            "--keep layers:3 --mixer gated_deltanet+window --cache-bits 16 --no-training",
         ),
     ]
     command = typer.main.get_command(build_app("convert")).commands["convert"]  # type: ignore[attr-defined]
@@ -71,14 +72,24 @@ def test_a_recipe_is_the_shipped_one_with_its_changes_or_named_by_its_file() -> 
 
 def test_a_row_has_all_commands(tmp_path: Path) -> None:
     words = ["arrays", "rows.json", *flags(teacher="T", limit=None, window=True, model="NAME=FOLDER", bits=4)]
-    measured = "python -m measuring.study.front arrays rows.json --teacher T --window --model NAME={} --bits 4"
+    measured = "python -m measuring.study.state_rows arrays rows.json --teacher T --window --model NAME={} --bits 4"
     folder = tmp_path / "run" / "final"
     folder.mkdir(parents=True)
-    assert commands(folder, "measuring.study.front", words) == measured.format("final")
+    assert commands(folder, "measuring.study.state_rows", words) == measured.format("final")
     (folder / "conversion.json").write_text(json.dumps(report()))
     converted = f"{DEFAULT} && "
-    assert commands(folder, "measuring.study.front", words) == converted + measured.format("student")
+    assert commands(folder, "measuring.study.state_rows", words) == converted + measured.format("student")
     (folder / "recipe.json").write_text(read_recipe(RECIPE).model_dump_json())
-    assert commands(folder, "measuring.study.front", words) == (
+    assert commands(folder, "measuring.study.state_rows", words) == (
         f"{converted}deltanet-hf distill {RECIPE} student=student output=run && {measured.format('run/final')}"
     )
+
+
+def test_the_tokens_of_a_run_are_those_of_its_stages(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    final.mkdir()
+    assert run_facts(final) == {}
+    (final / "recipe.json").write_text(json.dumps({"seed": 7}))
+    log = [{"stage": stage, "step": step, "tokens": 100 * step} for stage in ("align", "distil") for step in range(4)]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    assert run_facts(final) == {"tokens": 600, "seed": 7}

@@ -21,7 +21,6 @@ from deltanet_hf.evaluation.tasks import prose_facts as prose_module
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
-from measuring.study.bigram_recall import bigram_distances, bigram_parts, short_context_hits
 from support.tiny_models import tiny_teacher
 
 VOCABULARY = 340
@@ -228,37 +227,6 @@ def test_paired_differences_see_what_is_common() -> None:
     noisy = paired_difference(Clusters(rng.random(200), np.ones(200)), other)
     assert noisy.stderr == pytest.approx(math.sqrt(2 / 12 / 200), rel=0.2)
     assert math.isnan(Clusters(np.array([1.0]), np.array([2])).score.stderr)
-
-
-def test_bigram_distances_are_those_of_the_last_occurrence() -> None:
-    tokens = np.array([[5, 6, 7, 5, 6, 8, 6, 8, 5, 6, 7], [1, 1, 1, 1, 2, 3, 4, 9, 8, 2, 3]])
-    found = bigram_distances(tokens)
-    assert found[0].tolist() == [0, 0, 0, 0, 3, 0, 0, 2, 0, 5]
-    assert found[1].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]
-    assert bigram_distances(tokens[:, :1]).shape == (2, 0)
-
-
-def test_bigrams_are_parted_by_distance() -> None:
-    distances = np.array([[0, 10, 70, 300, 2000], [0, 64, 63, 1024, 0]])
-    found = bigram_parts(distances)
-    assert found["bigram"].tolist() == [[False, False, True, True, True], [False, True, False, True, False]]
-    assert found["bigram_near"].tolist() == [[False, True, False, False, False], [False, False, True, False, False]]
-    assert found["bigram_from_1024"].sum(1).tolist() == [1, 1]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("prefix", [(), (1,)])
-def test_short_contexts_see_at_most_so_many_tokens(prefix: tuple[int, ...]) -> None:
-    model = tiny_teacher("llama")
-    ids = torch.randint(3, 97, (2, 45), generator=torch.Generator().manual_seed(0))
-    found = short_context_hits(model, ids, 16, 3, prefix)
-    assert found.shape == (2, 44)
-    for token in (1, 7, 8, 15, 16, 30, 44):
-        begin = max(0, (token // 8 - 1) * 8)
-        context = torch.cat([ids.new_tensor([prefix] * 2).view(2, -1), ids[:, begin:token]], dim=1)
-        predicted = model(context).logits[:, -1].argmax(-1)
-        assert found[:, token - 1].tolist() == (predicted == ids[:, token]).float().tolist()
-    assert short_context_hits(model, ids[:, :5], 16, 3, prefix).shape == (2, 4)
 
 
 @torch.no_grad()

@@ -67,7 +67,6 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
         "untrained windows, bytes of hybrid",
         "kept layers of hybrid, untrained windows",
         "hybrid, linear layers off",
-        "hybrid, unfitted start",
     ]
     assert {"report.md", "report.json", "recall.png", "speed.png", "pareto.png"} <= {
         path.name for path in options.out.iterdir()
@@ -186,9 +185,9 @@ def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder:
     config["deltanet"]["layers"] = ["linear"] * 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "recipe.json").write_text(json.dumps({"stages": [{"tokens": 300}, {"tokens": 700}]}))
-    rows = line_up(str(teacher_folder), [f"a={tmp_path}", f"b={tmp_path}"], ("linear-off", "scratch"))
-    assert [row.name for row in rows] == ["teacher", "a", "a, unfitted start", "b"]
-    assert [row.tokens for row in rows] == [0, 1000, 0, 1000]
+    rows = line_up(str(teacher_folder), [f"a={tmp_path}", f"b={tmp_path}"], ("linear-off",))
+    assert [row.name for row in rows] == ["teacher", "a", "b"]
+    assert [row.tokens for row in rows] == [0, 1000, 1000]
     assert training_tokens(teacher_folder) == 0
     with pytest.raises(UserError, match="two rows would be called 'a'"):
         line_up(str(teacher_folder), [f"a={tmp_path}", f"a={tmp_path}"], ())
@@ -209,9 +208,8 @@ def test_untrained_baselines_follow_from_each_students_layers(tmp_path: Path) ->
         "c": LayerTable.preset(4, mixer="window", softmax=(3,)),
     }
     students = [_config_folder(tmp_path / name, table) for name, table in tables.items()]
-    names = [row.name for row in line_up("teacher", students, ("linear-off", "scratch"))]
-    off, start = "linear layers off", "unfitted start"
-    assert names == ["teacher", "a", f"a, {off}", f"a, {start}", "b", f"b, {off}", f"b, {start}", "c"]
+    names = [row.name for row in line_up("teacher", students, ("linear-off",))]
+    assert names == ["teacher", "a", "a, linear layers off", "b", "b, linear layers off", "c"]
 
 
 @torch.no_grad()

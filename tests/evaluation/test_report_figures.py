@@ -57,7 +57,7 @@ MODELS = [
     model("teacher", "teacher", 0, None),
     model("window 64 + 4 sinks", "baseline", 0, 96.0),
     model("student", "student", 10_000_000, 90.0),
-    model("student, unfitted start", "baseline", 0, 3.0),
+    model("student, linear layers off", "baseline", 0, 3.0),
 ]
 
 
@@ -75,7 +75,7 @@ def test_quality_is_drawn_by_training_tokens() -> None:
     assert points == {
         "window 64 + 4 sinks": [(0, 96.0)],
         "student": [(10_000_000, 90.0)],
-        "student, unfitted start": [(0, 3.0)],
+        "student, linear layers off": [(0, 3.0)],
     }
 
 

@@ -67,19 +67,6 @@ def test_a_familys_own_window_is_not_made_larger() -> None:
     assert full < own
 
 
-def test_single_heads_stay_as_they_are() -> None:
-    teacher = tiny_teacher("llama")
-    head = KEY_VALUE // 2
-
-    def size(window: int) -> int:
-        return sequence_bytes(WindowPolicy((3,), window, heads=((1, 0),)).apply(teacher), TOKENS)
-
-    assert size(9) - size(8) == 2 * (KEY_VALUE + 4) + (head + 4)  # two layers of windows, and one head
-    budget = KEY_VALUE * TOKENS + 2 * (17 + 4) * KEY_VALUE + head * TOKENS + (17 + 4) * head
-    for more, expected in ((-1, 16), (0, 17)):
-        assert longest_window(teacher, (3,), budget + more, TOKENS, 16, [(1, 0)]) == expected
-
-
 def test_windows_on_chosen_layers_only() -> None:
     model = restrict_to_window(tiny_teacher("llama"), 5, 2, layers=[2])
     assert [type(layer.self_attn).__name__ for layer in model.model.layers].count("WindowLlamaAttention") == 1

@@ -13,10 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import StaticCache
 
-from deltanet_hf.evaluation.baselines import from_scratch_start
 from deltanet_hf.mixers.deltaproduct import DeltaProduct, interleave
 from deltanet_kernels import chunk_gated_delta_rule
-from support.tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(6))
 
@@ -139,10 +138,11 @@ def test_default_lora_targets_the_new_values_too() -> None:
     assert any("householder.0.v_proj.lora_A" in name for name, _ in model.named_parameters())
 
 
-def test_an_unfitted_start_has_no_trained_step() -> None:
-    student = tiny_student("llama", mixer="deltaproduct", num_householder=2)
-    from_scratch_start(student, tiny_teacher("llama"))
-    step: Any = student.model.layers[0].self_attn.householder[0]
+@torch.no_grad()
+def test_a_start_from_scratch_has_no_trained_step() -> None:
+    layer: Any = tiny_student("llama", mixer="deltaproduct", num_householder=2).model.layers[0].self_attn
+    layer.start_from_scratch(0.2)
+    step = layer.householder[0]
     assert not step.b_proj.bias.any()
     for linear in (step.k_proj, step.v_proj, step.b_proj):
-        assert float(linear.weight.detach().std()) == pytest.approx(0.2, rel=0.3)  # initializer_range
+        assert float(linear.weight.std()) == pytest.approx(0.2, rel=0.3)

@@ -1,4 +1,4 @@
-"""The window beside a state: the layer's output against its definition, prompts cut anywhere, packing and dropout."""
+"""The window beside a state: the layer's output against its definition, prompts cut anywhere, packing."""
 
 from __future__ import annotations
 
@@ -186,47 +186,6 @@ def test_packed_sequences_shorter_than_the_sinks(window: int, sinks: int, length
     found = layer(HIDDEN, torch.cat([positions, torch.arange(LENGTH)[None]]), cu_seq_lens_q=boundaries)
     alone = torch.cat([layer(part) for part in HIDDEN[:1].split(lengths, dim=1)], dim=1)
     close(found, torch.cat([alone, layer(HIDDEN[1:])]))
-
-
-def without_window(layer: Layer, **changes: Any) -> Layer:
-    """The layer with the same weights and no window."""
-    plain = Layer(window=0, **changes)
-    plain.model.load_state_dict(
-        {name: tensor for name, tensor in layer.model.state_dict().items() if ".window_branch." not in name}
-    )
-    return plain
-
-
-def test_with_the_window_left_out_a_layer_in_training_is_the_state_alone() -> None:
-    """Also at the first tokens, where the window misses nothing; and the share gets no gradient."""
-    layer = Layer()
-    layer.mixer.window_branch.dropout.fill_(1.0)
-    evaluated = layer(HIDDEN)
-    close(evaluated, Layer()(HIDDEN))
-    layer.mixer.train()
-    trained = layer(HIDDEN)
-    close(trained, without_window(layer)(HIDDEN))
-    assert (trained - evaluated).norm() > 0.1 * evaluated.norm()
-    trained.square().sum().backward()
-    branch = layer.mixer.window_branch
-    assert branch.share_proj.weight.grad.count_nonzero() == branch.slopes.near_slope.grad.count_nonzero() == 0
-    assert layer.mixer.b_proj.weight.grad.count_nonzero() == layer.mixer.b_proj.weight.numel()
-
-
-@torch.no_grad()
-def test_a_row_has_its_window_or_has_it_not() -> None:
-    layer = Layer()
-    x = HIDDEN[:1].expand(64, -1, -1)
-    window, state = layer(x[:1]), without_window(layer)(x[:1])
-    layer.mixer.train()
-    layer.mixer.window_branch.dropout.fill_(0.25)
-    torch.manual_seed(0)
-    rows = layer(x)
-    dropped = (rows - state).flatten(1).norm(dim=1) < (rows - window).flatten(1).norm(dim=1)
-    close(rows, torch.where(dropped[:, None, None], state, window))
-    assert 6 <= int(dropped.sum()) <= 28  # 16 expected; outside of this range with a probability of 2e-3
-    layer.mixer.window_branch.dropout.fill_(0.0)
-    close(layer(x[:2]), window.expand(2, -1, -1))
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf.evaluation.baselines import switch_off_window
 from deltanet_hf.fast import window
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import LayerCall
@@ -170,13 +169,3 @@ def test_low_precision_steps_err_no_more_than_the_general_path(taken: list[tuple
     assert len(taken) == 2 * STEPS * LAYERS
     with plain_form():
         assert fused <= 1.5 * error()
-
-
-@torch.no_grad()
-def test_dropout_of_windows_is_left_to_the_general_path(taken: list[tuple[int, ...]]) -> None:
-    model = student()
-    away = switch_off_window(student())
-    for layer in model.train().model.layers:
-        layer.self_attn.window_branch.dropout.fill_(1.0)
-    torch.testing.assert_close(decode(model), decode(away), rtol=1e-5, atol=1e-5)
-    assert taken == []

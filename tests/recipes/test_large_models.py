@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -20,12 +17,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from deltanet_hf.errors import UserError
 from deltanet_recipes.config import read_recipe
 from deltanet_recipes.schema import Align
-from measuring.benchmarks import large_models, random_inputs, training_process
-from measuring.benchmarks.large_models import RESULTS, benchmark, recipe_changes
+from measuring.benchmarks import large_models, random_inputs
+from measuring.benchmarks.large_models import RESULTS, benchmark, recipe_changes, train_command
 from measuring.benchmarks.random_inputs import Inputs, prepare
 from measuring.benchmarks.random_teacher import write_teacher
 from measuring.benchmarks.stage_row import stage_figures
-from measuring.benchmarks.training_process import TrainingProcess, train_command
 from measuring.rows import RowFile
 from support.tiny_run import ALIGN, DISTIL
 
@@ -42,9 +38,7 @@ TINY: dict[str, Any] = {
 
 def options(shape: str, output: Path, **changes: Any) -> argparse.Namespace:
     defaults = {"stages": None, "train": "lora", "steps": 200, "processes": 1, "micro_batches": None, "set": []}
-    return argparse.Namespace(
-        shape=shape, output=output, **{**defaults, "name": None, "no_kill": False, "keep": False, **changes}
-    )
+    return argparse.Namespace(shape=shape, output=output, **{**defaults, **changes})
 
 
 @pytest.mark.slow
@@ -53,12 +47,11 @@ def options(shape: str, output: Path, **changes: Any) -> argparse.Namespace:
     [(("--mixer", "gated_deltanet"), ("align", "distil")), (("--mixer", "window", "--set", "window=8"), ("distil",))],
     ids=["states", "windows"],
 )
-def test_a_tiny_model_is_trained_killed_resumed_and_generates(
+def test_a_tiny_model_is_trained(
     others: tuple[str, ...],
     stages: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     recipe = {"student": "s", "output": "o", "stages": [{**ALIGN, "mode": "layerwise"}, DISTIL]}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
@@ -67,25 +60,19 @@ def test_a_tiny_model_is_trained_killed_resumed_and_generates(
     monkeypatch.setattr(random_inputs, "HYBRID", ("--layers", "keep:1", *others))
     monkeypatch.setattr(random_inputs, "TOKENS", 1 << 15)
     monkeypatch.setattr(large_models, "make_inputs", prepare)
-    monkeypatch.setattr(training_process, "POLL", 0.02)
-    chosen = options("tiny", tmp_path / "out", steps=40, set=["engine.device=cpu"])
-    benchmark(chosen)
+    benchmark(options("tiny", tmp_path / "out", steps=40, set=["engine.device=cpu"]))
     rows = {row["stage"]: row for row in json.loads((tmp_path / "out" / RESULTS).read_text())}
-    assert set(rows) == {*stages, "generate"}
-    for stage in stages:
-        row, steps = rows[stage], 44 if stage == "distil" else 40
-        assert (row["steps"], row["rows"], row["batch_tokens"], row["gpus"]) == (steps, 64, 128, 1)
+    assert set(rows) == {*stages}
+    for row in rows.values():
+        assert (row["steps"], row["rows"], row["batch_tokens"], row["gpus"]) == (40, 64, 128, 1)
         assert row["loss_last"] < row["loss_first"]
         assert row["tokens_per_s"] > 0
         assert row["memory_gib"] > 0
         assert row["share_of_peak"] is None  # a CPU
-        assert row["resumed"] == (stage == "distil")
-    assert rows["generate"]["generated_tokens"] == 8
-    assert rows["generate"]["finite"]
-    assert "killed after the checkpoint" in capfd.readouterr().err
-    run = tmp_path / "out" / "tiny-lora-1"
-    assert "continues after step 40" in (run / "output.txt").read_text()
-    assert not (run / "final").exists()
+    assert not (tmp_path / "out" / "tiny-lora-1" / "final").exists()
+    with pytest.raises(UserError, match=r"^training ended with exit code \d+; see the lines above$"):
+        benchmark(options("tiny", tmp_path / "out", steps=40, set=["engine.device=cpu", "data.separator=1000"]))
+    assert json.loads((tmp_path / "out" / RESULTS).read_text())[-1]["stage"] == "error"
 
 
 def log_rows(stage: str, losses: list[float], speeds: list[float], **more: Any) -> list[dict[str, Any]]:
@@ -139,30 +126,6 @@ def test_rows_that_are_added_at_the_same_time_are_all_kept(tmp_path: Path) -> No
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 40
 
 
-def test_a_kill_reaches_the_processes_of_the_process(tmp_path: Path) -> None:
-    """As those of `accelerate launch`, the child is in a session of its own."""
-    code = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
-    code += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(100)"
-    process = TrainingProcess([sys.executable, "-c", code], tmp_path / "log")
-    pid = tmp_path / "pid"
-    assert process.watch(lambda: pid.is_file() and pid.read_text() != "")
-    process.kill()
-    deadline = time.time() + 10
-    while psutil.pid_exists(int(pid.read_text())) and time.time() < deadline:
-        if psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.02)
-    else:
-        assert not psutil.pid_exists(int(pid.read_text()))
-
-
-def test_a_run_that_fails_says_why_and_one_that_ends_says_so(tmp_path: Path) -> None:
-    bad = TrainingProcess([sys.executable, "-c", "raise RuntimeError('out of memory')"], tmp_path / "log")
-    with pytest.raises(UserError, match="exit code 1: RuntimeError: out of memory"):
-        bad.watch(lambda: False)
-    assert not TrainingProcess([sys.executable, "-c", ""], tmp_path / "log2").watch(lambda: False)
-
-
 @pytest.mark.parametrize(("number", "shape"), enumerate(large_models.RECIPES))
 def test_the_shipped_recipes_become_short_runs(tmp_path: Path, number: int, shape: str) -> None:
     name, processes = large_models.RECIPES[shape], 1 + number % 2
@@ -171,8 +134,7 @@ def test_the_shipped_recipes_become_short_runs(tmp_path: Path, number: int, shap
     recipe = read_recipe(name, changes)
     assert recipe.seed == 3
     assert recipe.engine.sharding == ("none" if processes == 1 else "fsdp2")
-    assert [stage.steps for stage in recipe.stages] == [*[200] * (len(recipe.stages) - 1), 220]
-    assert recipe.log.checkpoint_every == 200
+    assert [stage.steps for stage in recipe.stages] == [200] * len(recipe.stages)
     for stage, shipped in zip(recipe.stages, read_recipe(name).stages, strict=True):
         assert stage.sequence_length == shipped.sequence_length
         if not isinstance(stage, Align):

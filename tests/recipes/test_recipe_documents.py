@@ -19,15 +19,16 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import gpu_tests
+from comparison_tables import KL, SHARES
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.measure import measure
+from deltanet_hf.evaluation.measures.measure import Settings, Text, measure, repeated
+from deltanet_hf.evaluation.tasks.text_windows import windows
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from measuring.rows import RowFile
-from measuring.study.front import load_items
-from measuring.study.hybrid_row import KL, SHARES
-from measuring.study.mixer_row import text_settings
+from measuring.study.items import load_items
+from mixers_table import mixers
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -227,6 +228,57 @@ def test_the_record_of_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         gpu_tests.counted(["--no-such-option"])
 
 
+def rule(run: str, **values: Any) -> dict[str, Any]:
+    """A row of the study of mixers."""
+    common = {"mixer": "kda", "set": {}, "kept": [], "tokens": 9_879_552, "seed": 0, "rate": 1e-3}
+    figures = dict.fromkeys(("kl", "wt2", "heldwiki", "repeat", "needles_1k", "pairs_8"), 2.0)
+    return {"run": run, **common, **figures, "kl_se": 0.1, "decode_ms": 9.0, **values}
+
+
+def test_a_table_per_budget_joins_seeds_and_lists_failures() -> None:
+    rows = [
+        rule("teacher", mixer="softmax", kept=[0, 1], tokens=0, kl=0.0),
+        rule("kda-all-s0", kl=0.4),
+        rule("kda-all-s1", kl=0.5, seed=1),
+        rule("kda-all-fast-s0", rate=3e-3),
+        rule("kda-kept-s0", kept=[0]),
+        rule("delta-all-3m-s0", mixer="deltaproduct", set={"num_householder": 3, "allow_neg_eigval": True}, tokens=3e6),
+        {"run": "mesa-all-s0", "error": "it diverged"},
+    ]
+    blocks = mixers(rows).split("\n\n")
+    assert blocks[0::2] == [
+        "**All layers converted, 10M tokens**",
+        "**All layers converted, 3M tokens**",
+        "**1 layers softmax, 10M tokens**",
+        "failed: mesa-all-s0 (it diverged)",
+    ]
+    lines = blocks[1].splitlines()
+    assert lines[0].startswith("| | KL | WikiText-2 | Wikipedia | exact repeat |")
+    assert lines[2].startswith("| teacher | 0.000 ± 0.100 | 2.0 |")
+    assert lines[3].startswith("| kda (2 seeds) | 0.450 ± 0.050 | 2.0 ± 0.0 |")
+    assert lines[4].startswith("| kda, rate 0.003 | 2.000 ± 0.100 |")
+    assert lines[4].endswith("| - | 9.0 | - |")
+    assert blocks[3].splitlines()[3].startswith("| deltaproduct, num_householder=3, allow_neg_eigval=true |")
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    assert mixers([]) == "Nothing has been measured yet."
+
+
+def test_a_table_shows_what_is_not_trained_and_which_speeds_were_shared() -> None:
+    rows = [
+        rule("teacher", mixer="softmax", kept=[0, 1], tokens=0),
+        rule("window-all", mixer="window 201", set={"window": 201}, tokens=0),
+        rule("window-kept", mixer="window 201", set={"window": 201}, kept=[0], tokens=0),
+        rule("kda-all-s0", runs_at_once=1),
+        rule("kda-kept-s0", kept=[0], runs_at_once=4, train_tokens_per_s=1000),
+    ]
+    _, whole, _, kept, note = mixers(rows).split("\n\n")
+    names = [[line.split(" | ")[0] for line in table.splitlines()[2:]] for table in (whole, kept)]
+    assert names == [["| teacher", "| window 201, not trained", "| kda"]] * 2
+    assert "†" not in whole
+    assert kept.splitlines()[-1].endswith("| 1,000 † | 9.0 † | - |")
+    assert note == "† 4 runs shared the GPU."
+
+
 class Counting(nn.Module):
     """Predicts token t + 1 after token t with probability `sure`, the rest spread evenly."""
 
@@ -243,17 +295,12 @@ class Counting(nn.Module):
         return SimpleNamespace(logits=probs.log()[:, kept])
 
 
-@pytest.fixture
-def arrays(tmp_path: Path) -> Path:
-    counting = (np.arange(5000) % 50).astype(np.uint16)
-    for name in ("wt2", "heldwiki"):
-        np.save(tmp_path / f"{name}.npy", counting)
-    return tmp_path
-
-
-def test_measures_of_a_model_that_is_known(arrays: Path) -> None:
+def test_measures_of_a_model_that_is_known() -> None:
     doubtful: Any = Counting(0.5)
-    found = measure(doubtful, text_settings(arrays, Counting(0.9), {}, limit=3)).clusters
+    counting = np.arange(5000) % 50
+    texts = {"wt2": Text(windows(counting, 1024, 3), compared=False), "repeat": repeated(windows(counting, 256, 3))}
+    texts["heldwiki"] = Text(windows(counting, 1024, 3))
+    found = measure(doubtful, Settings(texts, Counting(0.9))).clusters
     assert found["loss_wt2"].perplexity.value == pytest.approx(2.0, rel=1e-5)
     assert found["loss_wt2"].perplexity.stderr == pytest.approx(0.0, abs=1e-5)
     kl = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)

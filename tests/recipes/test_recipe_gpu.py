@@ -15,18 +15,16 @@ import pytest
 import torch
 
 from deltanet_hf.mixers import MIXERS
-from deltanet_recipes.data.packing import Rows, make_rows
+from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.schema import Distil
-from deltanet_recipes.schema_sections import Engine, WindowDropout
+from deltanet_recipes.schema_sections import Engine
 from deltanet_recipes.training.adapters import train_for
-from deltanet_recipes.training.kept_attention import shared_rows_held
 from deltanet_recipes.training.layer_runner import document_boundaries
 from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
 from deltanet_recipes.training.microstep import MicroStep, compile_layers
 from deltanet_recipes.training.model_pair import decoder_layers, load_student
 from deltanet_recipes.training.objectives import Batch, DistilLoss
 from deltanet_recipes.training.runtime import Runtime
-from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 from support.tiny_run import SHAPE, make_models
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +39,6 @@ def gradients(
     isolate: bool,
     alone: bool = False,
     precision: Any = "bf16",
-    terms: KlTerms = KlTerms(),  # noqa: B008  (frozen)
-    kept_qk: Any = "train",
 ) -> dict[str, torch.Tensor]:
     """The gradients of three micro-batches: their sum, or with `alone` those of the last one."""
     from transformers import AutoModelForCausalLM
@@ -52,26 +48,24 @@ def gradients(
     dtype = runtime.compute_dtype
     student = load_student(str(folder / "student"), torch.bfloat16).to(dtype)  # type: ignore[arg-type]
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=dtype).cuda().eval()
-    stage = Distil(tokens=8192, train="full", kept_qk=kept_qk)
-    train_for(student, stage, seed=0)
+    train_for(student, Distil(tokens=8192, train="full"), seed=0)
     student.cuda()
-    chunk = live_chunk(Head.of(student), Head.of(teacher.requires_grad_(False)), terms)
+    chunk = live_chunk(Head.of(student), Head.of(teacher.requires_grad_(False)), KlTerms())
     if compiled:
         torch._dynamo.reset()
         chunk = torch.compile(chunk, dynamic=False)
         compile_layers([*decoder_layers(student), *decoder_layers(teacher)])
-    objective = DistilLoss(student, teacher, chunk, 64, recall_weight=terms.recall_weight).cuda()
+    objective = DistilLoss(student, teacher, chunk, 64).cuda()
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
     micro = MicroStep(runtime, objective, list(trained.values()), alone)
     generator = np.random.default_rng(0)
-    with shared_rows_held(student, stage, sharded=False):
-        for _ in range(3):
-            ids = generator.integers(3, SHAPE["vocab_size"], (4, 129))
-            ids[:, 50] = 2
-            rows = make_rows(ids, np.ones_like(ids, dtype=bool), 2, isolate).to(runtime.device)
-            if alone:
-                micro.begin()
-            micro(Batch(rows, document_boundaries(rows.position_ids), torch.tensor(500.0, device=runtime.device)))
+    for _ in range(3):
+        ids = generator.integers(3, SHAPE["vocab_size"], (4, 129))
+        ids[:, 50] = 2
+        rows = make_rows(ids, np.ones_like(ids, dtype=bool), 2, isolate).to(runtime.device)
+        if alone:
+            micro.begin()
+        micro(Batch(rows, document_boundaries(rows.position_ids), torch.tensor(500.0, device=runtime.device)))
     return {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
 
 
@@ -149,74 +143,3 @@ def test_compiled_layers_are_as_exact_as_eager_ones(mixer: str, models: Path, is
         errors = torch.tensor([relative_error(found[name], grad) for name, grad in truth.items()])
         means.append(float(errors.clamp(min=1e-9).log().mean().exp()))
     assert means[1] < 1.5 * means[0], f"mean error {means[1]:.2g} compiled, {means[0]:.2g} eager"
-
-
-class Coin(torch.nn.Module):
-    """Stands for a window beside a state: adds 1 to its input in the rows that lose the window."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-        self.dropout: torch.Tensor
-        self.register_buffer("dropout", torch.zeros(()), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dropped = torch.rand(x.shape[0], 1, device=x.device) < self.dropout
-        return self.weight * (x + dropped if self.training else x)
-
-
-class Counted(torch.nn.Module):
-    """The share of rows without a window, as loss and metric."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.window_branch = Coin()
-        self.metric_names = ["share"]
-
-    def prepare(self, batch: Batch) -> Batch:
-        return batch
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        share = self.window_branch(torch.zeros_like(batch.rows.input_ids, dtype=torch.float32)).mean()
-        return share, share.detach().reshape(1)
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-def test_window_dropout_reaches_a_recorded_graph(graphs: bool) -> None:
-    runtime = Runtime(Engine(compile=False, cuda_graphs=graphs))
-    objective = Counted().cuda()
-    schedule = WindowDropoutSchedule(objective, WindowDropout(start=0.8, end=0.2), 3, seed=0, rank=0)
-    micro = MicroStep(runtime, objective, list(objective.parameters()))
-    zeros = torch.zeros(4096, 1, dtype=torch.long, device=runtime.device)
-    batch = Batch(Rows(zeros, zeros, zeros), None, torch.ones((), device=runtime.device))
-    shares = []
-    for step in range(3):
-        schedule.begin(step)
-        shares.append(float(micro(batch)[0]))
-    schedule.set(0.0)
-    shares.append(float(micro(batch)[0]))
-    assert shares == pytest.approx([0.8, 0.5, 0.2, 0.0], abs=0.05)
-
-
-@pytest.mark.parametrize("isolate", [False, True])
-def test_a_replayed_graph_weights_by_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
-    monkeypatch.setattr("support.tiny_run.SHAPE", {**SHAPE, **LARGER})
-    make_models(tmp_path)
-    terms = KlTerms(recall_weight=5.0)
-    plain = gradients(tmp_path, False, False, isolate, precision="fp32", terms=terms)
-    replayed = gradients(tmp_path, True, True, isolate, precision="fp32", terms=terms)
-    unweighted = gradients(tmp_path, False, False, isolate, precision="fp32")
-    assert_close(replayed, plain, lambda: gradients(tmp_path, False, False, isolate, precision="fp32", terms=terms))
-    assert max(relative_error(unweighted[name], grad) for name, grad in plain.items()) > 0.02
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-def test_frozen_rows_of_a_shared_matrix_get_no_gradient(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
-) -> None:
-    monkeypatch.setattr("support.tiny_run.SHAPE", {**SHAPE, **LARGER})
-    make_models(tmp_path, layers=(0, 2), family="phi3")
-    found = gradients(tmp_path, graphs, graphs, False, kept_qk="frozen")
-    gradient = found["model.layers.1.self_attn.qkv_proj.weight"]
-    assert (gradient[:256] == 0).all()
-    assert (gradient[256:] != 0).any()

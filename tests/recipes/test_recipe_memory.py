@@ -239,7 +239,7 @@ def test_logits_take_what_one_chunk_takes_however_many_tokens_there_are() -> Non
         given = torch.randn(tokens, 16, dtype=torch.bfloat16)
         with PeakMode() as mode:
             loss = live_chunk(Head(), Head(), KlTerms())
-            ChunkedLoss.apply(loss, chunk, hidden, weight, torch.zeros(tokens, dtype=torch.long), (given,), (weight,))
+            ChunkedLoss.apply(loss, chunk, hidden, weight, torch.zeros(tokens, dtype=torch.long), (given,), weight)
         peaks.append(mode.peak)
     assert peaks[1] < 1.1 * peaks[0]
     assert peaks[0] == pytest.approx(LOGIT_BYTES[False] * vocabulary * chunk, rel=0.05)

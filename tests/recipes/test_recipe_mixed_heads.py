@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from deltanet_recipes.schema import Align
 from deltanet_recipes.schema_sections import Optimizer
 from deltanet_recipes.training.adapters import lora_targets, train_for
-from deltanet_recipes.training.kept_attention import query_key_parts
 from deltanet_recipes.training.model_pair import mixers
 from deltanet_recipes.training.optim import parameter_groups
 from support.tiny_models import mixed_mixture_table, mixed_table, tiny_mixture
@@ -40,10 +37,3 @@ def test_linear_heads_have_the_rate_of_mixers() -> None:
     for name, parameter in student.named_parameters():
         taught = any(f".{part}" in name for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
         assert groups[id(parameter)].startswith("mixer" if ".linear." in name and not taught else "rest"), name
-
-
-@pytest.mark.parametrize(("family", "rows"), [("llama", None), ("phi3", 24)])
-def test_kept_queries_and_keys_are_those_of_softmax_heads(family: str, rows: int | None) -> None:
-    found = list(query_key_parts(tiny_mixture(family, mixed_table("linear", "softmax"))))
-    assert [number for _, _, number in found] == [rows] * (4 if rows else 8)
-    assert all(".self_attn.softmax." in name for name, _, _ in found)

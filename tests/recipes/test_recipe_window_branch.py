@@ -1,4 +1,4 @@
-"""Window dropout and the rates of layers with a window beside their state."""
+"""Rates and cache bits of layers with a window beside their state."""
 
 from __future__ import annotations
 
@@ -10,138 +10,27 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_recipes.schema import Align, Distil
-from deltanet_recipes.schema_sections import Optimizer, WindowDropout
+from deltanet_recipes.schema_sections import Optimizer
 from deltanet_recipes.training import stages
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.optim import parameter_groups, unset_rates
 from deltanet_recipes.training.pipeline import run
-from deltanet_recipes.training.window_dropout import WindowDropoutSchedule, window_branches
 from support.tiny_models import tiny_student
-from support.tiny_run import ALIGN, DISTIL, interrupted_at, losses, make_workplace, tiny_recipe
-
-
-class Branch(nn.Module):
-    """Stands for a window beside a state: a share that dropout changes by row, and a record of the probabilities."""
-
-    delayed = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.share_proj = nn.Linear(32, 20)  # a matrix, as of models with many heads
-        self.seen: list[float] = []
-        self.dropout: torch.Tensor
-        self.register_buffer("dropout", torch.zeros(()), persistent=False)
-
-    def forward(
-        self, logits: torch.Tensor, q: Any, k: Any, v: Any, far: torch.Tensor, *state: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        self.seen.append(float(self.dropout))
-        assert self.training or float(self.dropout) == 0.0
-        share = logits.sigmoid().mean(-1, keepdim=True)
-        dropped = torch.rand(len(logits), 1, 1) < self.dropout
-        return far * torch.where(dropped, torch.ones_like(share), share).unsqueeze(-1), {}
-
-
-def with_branches(student: nn.Module) -> nn.Module:
-    for mixer in mixers(student).values():
-        if getattr(mixer, "window_branch", None) is None:
-            mixer.window_branch = Branch()
-    return student
+from support.tiny_run import ALIGN, DISTIL, make_workplace, tiny_recipe
 
 
 def recipe(workplace: Path, out: Path, *given: dict[str, Any]) -> Any:
     return tiny_recipe(workplace, out / "run", *given)
 
 
-@pytest.fixture
-def branched(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """Every stage trains a student with such branches; the list collects the students."""
-    students: list[nn.Module] = []
-    for name in ("_align", "_distil", "_align_layerwise"):
-        original = getattr(stages.StageRun, name)
-
-        def changed(self: Any, stage: Any, original: Any = original) -> None:
-            students.append(with_branches(self.student))
-            original(self, stage)
-
-        monkeypatch.setattr(stages.StageRun, name, changed)
-    monkeypatch.setattr("deltanet_recipes.training.pipeline.save_stage", lambda *args: None)
-    monkeypatch.setattr("deltanet_recipes.training.pipeline.load_stage", lambda *args: [0])
-    monkeypatch.setattr("deltanet_recipes.training.pipeline.save_final", lambda *args: None)
-    monkeypatch.setattr("deltanet_recipes.training.model_pair._check_trainable", lambda *args: None)
-    return students
-
-
-DROPOUT = {"start": 0.9, "end": 0.5}
-
-
-@pytest.mark.parametrize("kind", ["align", "layerwise", "distil"])
-def test_dropout_falls_linearly_and_is_zero_in_evaluations_and_afterwards(
-    workplace: Path, tmp_path: Path, branched: list[nn.Module], kind: str
-) -> None:
-    tokens = {"tokens": 128 * 5, "window_dropout": DROPOUT}
-    stage = {**DISTIL, **tokens} if kind == "distil" else {**ALIGN, **tokens}
-    if kind == "layerwise":
-        stage |= {"mode": "layerwise", "cached_tokens": 512}
-    run(recipe(workplace, tmp_path, stage))
-    for branch in window_branches(branched[0].requires_grad_(True)):
-        training = [value for value in branch.seen if value]
-        assert training == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5])
-        assert branch.seen[0] == 0.0  # the evaluation before the first step
-        assert branch.seen[-1] == 0.0  # the one after the last
-        assert float(branch.dropout) == 0.0
-        assert not branch.training
-
-
-def test_without_the_key_the_branches_stay_as_they_are(
-    workplace: Path, tmp_path: Path, branched: list[nn.Module]
-) -> None:
-    run(recipe(workplace, tmp_path, {**DISTIL, "tokens": 128 * 2}))
-    for branch in window_branches(branched[0].requires_grad_(True)):
-        assert branch.seen
-        assert set(branch.seen) == {0.0}
-
-
-def test_a_resumed_run_drops_the_same_windows(workplace: Path, tmp_path: Path, branched: list[nn.Module]) -> None:
-    stage = {**DISTIL, "tokens": 128 * 8, "window_dropout": DROPOUT}
-    run(recipe(workplace, tmp_path / "a", stage))
-    broken = recipe(workplace, tmp_path / "b", stage)
-    with interrupted_at(5):
-        run(broken)
-    run(broken)
-    assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
-
-
-def test_processes_and_steps_draw_differently(workplace: Path) -> None:
-    student = with_branches(load_student(str(workplace / "student")))
-    draws = set()
-    for seed, rank in ((0, 0), (0, 1), (1, 0)):
-        schedule = WindowDropoutSchedule(student, WindowDropout(start=0.5), 10, seed, rank)
-        for step in range(3):
-            schedule.begin(step)
-            draws.add(tuple(torch.rand(4).tolist()))
-    assert len(draws) == 9
-    branches = [mixer.window_branch for mixer in mixers(student).values()]
-    branches[1].requires_grad_(False)  # as those of a teacher
-    assert window_branches(student) == [branches[0], branches[2]]
-
-
-def test_a_student_without_windows_is_refused(workplace: Path, tmp_path: Path) -> None:
-    stage = {**DISTIL, "window_dropout": DROPOUT}
-    said = r"^stages.distil.window_dropout: .* no layer with a window.*; leave the key out"
-    with pytest.raises(UserError, match=said):
-        run(recipe(workplace, tmp_path, stage))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_rates_of_their_own(workplace: Path, name: Any) -> None:
-    student = with_branches(load_student(str(workplace / "student")))
+    student = tiny_student("llama", window=5)
     mixer = mixers(student)[0]
+    mixer.window_branch.share_proj = nn.Linear(32, 20)  # a matrix, as of models with many heads
 
     def groups(**rates: float) -> dict[int, tuple[str, float, bool]]:
         settings = Optimizer(name=name, mixer_lr=1e-3, rest_lr=1e-4, weight_decay=0.1, **rates)

@@ -90,9 +90,7 @@ def tiny_conversion(teacher: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def quick_start(
-    attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
-) -> dict[str, Any]:
+def quick_start(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration) -> dict[str, Any]:
     """A rule of `START` that sets deterministic start values without the fit, for tests of the code around it."""
     copy_attention(attention, layer)
     for name in ("a_proj", "b_proj", "g_proj"):

@@ -31,23 +31,21 @@ from .calibration import LayerCalibration
 from .fitted import start_channel_rule, start_fitted
 from .unfitted import start_from_scratch, start_unchanged
 
-StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
-"""(attention, layer, calibration, fit_memory) -> figures for `conversion.json`.
+StartRule = Callable[[Any, Any, LayerCalibration], dict[str, Any]]
+"""(attention, layer, calibration) -> figures for `conversion.json`.
 
-`attention` is the teacher's module and `layer` the new one, both float32. `fit_memory` is false with the option
-`--no-fit-memory`; rules that fit no decay ignore it. A rule draws random numbers from torch's global generator only,
-and may run in a thread beside those of other layers: `turns.py` keeps their random numbers apart."""
+`attention` is the teacher's module and `layer` the new one, both float32. A rule draws random numbers from
+torch's global generator only, and may run in a thread beside those of other layers: `turns.py` keeps their random
+numbers apart."""
 
 
-def start_mixed_heads(
-    attention: Any, layer: MixedHeads, calibration: LayerCalibration, fit_memory: bool = True
-) -> dict[str, Any]:
+def start_mixed_heads(attention: Any, layer: MixedHeads, calibration: LayerCalibration) -> dict[str, Any]:
     """A rule of `START`: each branch as a layer of its own, from the teacher's attention of its heads; returns the
     figures of the linear branch, whose errors are those of its own heads' output."""
     figures: dict[str, Any] = {}
     for kind, branch in layer.branches.items():
         part = layer.part_of(attention, kind)
-        figures |= start_rule(kind_of(branch).name)(part, branch, calibration, fit_memory)
+        figures |= start_rule(kind_of(branch).name)(part, branch, calibration)
     return figures
 
 

@@ -27,7 +27,7 @@ from deltanet_hf.mixers.layer import ChannelRule, DeltaRule
 
 from .calibration import LayerCalibration
 from .copy_weights import copy_attention
-from .gate_fit import GateFit, descend, draw_memory, relative_mse, search_memory
+from .gate_fit import GateFit, descend, relative_mse, search_memory
 from .key_offset import choose_key_offset
 from .samples import Samples
 from .turns import others_may_run
@@ -44,26 +44,20 @@ class FitFigures:
     k_offset: list[float] = field(default_factory=list)  # per state, the share of the mean key that is subtracted
 
 
-def start_fitted(
-    attention: Any, layer: DeltaRule, calibration: LayerCalibration, fit_memory: bool = True
-) -> dict[str, Any]:
+def start_fitted(attention: Any, layer: DeltaRule, calibration: LayerCalibration) -> dict[str, Any]:
     """A rule of `START`; returns the fields of `FitFigures`.
 
     Args:
         attention: the teacher's attention of this layer, float32.
         layer: the new layer, float32. Its convolution is an identity already; everything else is overwritten.
         calibration: the inputs on which the layer is fitted.
-        fit_memory: False starts decay and write strength as in a model trained from scratch, and fits only the output
-            gate and the output norm.
     """
     copy_attention(attention, layer)
     layer.before_fit()
-    if not fit_memory:
-        draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
     with others_may_run():
         samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
         layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
-    fit = GateFit(layer, samples, fit_memory)
+    fit = GateFit(layer, samples)
     with others_may_run():
         shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
         search_memory(fit, samples.search_part())
@@ -86,9 +80,7 @@ def start_fitted(
     return dataclasses.asdict(figures)
 
 
-def start_channel_rule(
-    attention: Any, layer: ChannelRule, calibration: LayerCalibration, fit_memory: bool = True
-) -> dict[str, Any]:
+def start_channel_rule(attention: Any, layer: ChannelRule, calibration: LayerCalibration) -> dict[str, Any]:
     """A rule of `START` for a decay per channel; returns the figures of the layer that is fitted.
 
     That is a Gated DeltaNet (gated linear attention for a rule without erasing), with one decay and one strength per
@@ -97,6 +89,6 @@ def start_channel_rule(
     kind = GatedLinear if layer.erase == "off" else GatedDeltaNet
     scalar: Any = kind.from_attention(attention, attention.config, layer.layer_idx, layer.settings)
     scalar.requires_grad_(False)
-    figures = start_fitted(attention, scalar, calibration, fit_memory)
+    figures = start_fitted(attention, scalar, calibration)
     layer.take_over(scalar)
     return figures

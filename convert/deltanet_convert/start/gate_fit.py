@@ -50,10 +50,9 @@ class GateFit(nn.Module):
     Args:
         layer: the layer, with the teacher's weights.
         samples: its samples on the calibration text.
-        fit_memory: False uses the layer's own decay and write strength, and does not change them.
     """
 
-    def __init__(self, layer: DeltaRule, samples: Samples, fit_memory: bool = True) -> None:
+    def __init__(self, layer: DeltaRule, samples: Samples) -> None:
         super().__init__()
         x = samples.x
         self.layer = [layer]  # in a list: its parameters are not fitted
@@ -63,11 +62,11 @@ class GateFit(nn.Module):
         f = (x @ self.basis.T).flatten(0, 1)
         self.ones = torch.linalg.solve(f.T @ f + RIDGE * len(f) * torch.eye(rank), f.sum(0))  # f . ones ~ 1
         self.A_log = self.a = self.b_const = self.b = None
-        if fit_memory and layer.decays != "never":
+        if layer.decays != "never":
             self.A_log = nn.Parameter(torch.zeros(states))
-        if fit_memory and layer.decays == "by token":
+        if layer.decays == "by token":
             self.a = nn.Parameter(torch.zeros(states, rank))
-        if fit_memory and layer.strengths != "one":
+        if layer.strengths != "one":
             self.b_const = nn.Parameter(torch.zeros(states))
             self.b = nn.Parameter(torch.zeros(states, rank))
         self.gate = self.gate_const = self.weight = None
@@ -186,23 +185,6 @@ def inverse_silu(y: Tensor) -> Tensor:
         s = x.sigmoid()
         x = (x - (x * s - y) / (s * (1 + x * (1 - s))).clamp_min(0.1)).clamp_min(-1.0)
     return x
-
-
-@torch.no_grad()
-def draw_memory(layer: DeltaRule, spread: float) -> None:
-    """Sets decay and write strength to the start of a Gated DeltaNet that is trained from scratch.
-
-    The decay gets `DecayGate`'s ranges. The projections are drawn with the standard deviation `spread`.
-    """
-    if layer.decays != "never":
-        layer.decay.reset_parameters()
-    projections = [layer.a_proj] if layer.decays == "by token" else []
-    if layer.strengths != "one":
-        projections.append(layer.b_proj)
-    for projection in projections:
-        nn.init.normal_(projection.weight, std=spread)
-        if projection.bias is not None:
-            nn.init.zeros_(projection.bias)
 
 
 @torch.no_grad()

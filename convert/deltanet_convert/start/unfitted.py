@@ -13,9 +13,7 @@ from .calibration import LayerCalibration
 from .copy_weights import copy_attention
 
 
-def start_from_scratch(
-    attention: Any, layer: Mixer, calibration: LayerCalibration, fit_memory: bool = True
-) -> dict[str, Any]:
+def start_from_scratch(attention: Any, layer: Mixer, calibration: LayerCalibration) -> dict[str, Any]:
     """The rule of mixers without a row in `START`: the teacher's projections, all else as in training from scratch."""
     layer.start_from_scratch(_spread(attention))
     copy_attention(attention, layer)
@@ -23,9 +21,7 @@ def start_from_scratch(
 
 
 @torch.no_grad()
-def start_unchanged(
-    attention: Any, layer: Any, calibration: LayerCalibration, fit_memory: bool = True
-) -> dict[str, Any]:
+def start_unchanged(attention: Any, layer: Any, calibration: LayerCalibration) -> dict[str, Any]:
     """The rule of kinds that are the teacher's attention: its weights, and new parts that change nothing yet."""
     kind_of(layer).start_neutral(_spread(attention))
     layer.load_state_dict({**layer.state_dict(), **attention.state_dict()})

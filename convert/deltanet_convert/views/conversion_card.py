@@ -164,7 +164,6 @@ def _settings(options: dict[str, Any]) -> str:
     """The profile and the settings that differ from it."""
     changes = [_setting(*item) for item in options["set"].items()]
     changes += [] if options["training"] else ["`--no-training`"]
-    changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]
     return f" in the `{options['profile']}` profile" + (f" ({', '.join(changes)})" if changes else "")
 
 

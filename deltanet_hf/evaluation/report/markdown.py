@@ -11,9 +11,8 @@ _BASELINE_NOTE = (
     "Baselines are not trained: `window` is the teacher whose softmax layers see only the last and first tokens, "
     "`untrained windows` the same with windows whose cache has the bytes and bits of a student, `kept layers ... "
     "untrained windows` the teacher that keeps the student's softmax layers and has windows of the rest of the bytes "
-    "in the others, `..., untrained` a student with the teacher's weights, `linear layers off` a student whose "
-    "converted layers output zero, and `unfitted start` a converted model whose new parameters start as in a model "
-    "trained from scratch."
+    "in the others, `..., untrained` a student with the teacher's weights, and `linear layers off` a student "
+    "whose converted layers output zero."
 )
 _RELATIVE_NOTE = (
     "MB of the cache of one sequence of 2,048 tokens, and recall in percent of the teacher's: (model - control) / "

@@ -19,7 +19,6 @@ import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.baselines import (
-    from_scratch_start,
     switch_off_linear,
     switch_off_softmax,
     switch_off_state,
@@ -34,7 +33,7 @@ from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.restrict import restrict_to_window
 
-DEFAULT_BASELINES = ("window", "equal-bytes", "linear-off", "scratch")
+DEFAULT_BASELINES = ("window", "equal-bytes", "linear-off")
 BASELINES = (*DEFAULT_BASELINES, "ablations")
 BYTES_AT = 2048  # tokens of the sequence at which untrained windows have the bytes of a student
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
@@ -66,9 +65,8 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         baselines: names in `BASELINES`. `equal-bytes` is what costs no training, with caches of a student's bits: the
             teacher; a student without states before its training; for a student with states the teacher with windows
             of equal bytes, and the same with the softmax layers that the student kept. `linear-off` applies to students
-            with states that kept such layers; `scratch` is added once per configuration of layers with states;
-            `ablations` takes softmax layers, windows beside states and those states away from a student, one kind per
-            row.
+            with states that kept such layers; `ablations` takes softmax layers, windows beside states and those states
+            away from a student, one kind per row.
 
     Raises UserError if two rows have the same name.
     """
@@ -77,7 +75,6 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         window = WindowSettings()
         name = f"window {window.window} + {window.sinks} sinks"
         rows.append(ModelRow(name, "baseline", teacher, change=partial(_of_itself, restrict_to_window)))
-    wirings: list[object] = []
     for text in students:
         name, folder = named(text)
         if name in {row.name for row in rows}:
@@ -105,9 +102,6 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
             )
         for what, ablation in _ablations(wiring, hybrid) if "ablations" in baselines else ():
             rows.append(ModelRow(f"{name}, {what} off", "baseline", folder, change=partial(_of_itself, ablation)))
-        if "scratch" in baselines and wiring is not None and wiring not in wirings:
-            wirings.append(wiring)
-            rows.append(ModelRow(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))
     return rows
 
 

@@ -72,10 +72,6 @@ class DeltaRule(Mixer):
     b_proj: nn.Linear
     decay: Any  # the part that gives the log decay
 
-    @classmethod
-    def fits_memory(cls) -> bool:
-        return cls.decays != "never" or cls.strengths != "one"
-
     def add_gates(self) -> None:
         hidden = self.q_proj.in_features
         if self.decays == "by token":

@@ -79,11 +79,6 @@ class LayerKind:
         return None
 
     @classmethod
-    def fits_memory(cls) -> bool:
-        """Whether a start from a teacher fits a decay or a write strength."""
-        return False
-
-    @classmethod
     def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
         """The layer that takes the place of `attention`, the module that the family's own constructor made."""
         raise NotImplementedError

@@ -191,7 +191,7 @@ class Mixer(LayerKind, nn.Module):
         """
         return False
 
-    def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
+    def start_from_scratch(self, spread: float) -> None:
         """Give everything that the teacher does not have the start of a model trained from scratch.
 
         Parts begin at their own start; projections are drawn with the standard deviation `spread`, biases are zero.
@@ -202,8 +202,7 @@ class Mixer(LayerKind, nn.Module):
         for name, linear in self.named_modules():
             if isinstance(linear, nn.Linear) and name not in ("q_proj", "k_proj", "v_proj", "o_proj"):
                 with torch.no_grad():
-                    noise = torch.randn(linear.weight.shape, generator=generator)
-                    linear.weight.copy_(noise * spread)
+                    linear.weight.copy_(torch.randn(linear.weight.shape) * spread)
                     if linear.bias is not None:
                         linear.bias.zero_()
 

@@ -72,7 +72,6 @@ class WindowBranch(Part):
 
     FP32 = ("far_slope", "near_slope")
     STATE = ("keys", "values", "numbers", "count")  # in 16 bits
-    dropout: Tensor
     cache_bits: int = 16  # of the keys and values, see `deltanet_hf/models/cache_bits.py`
 
     def __init__(self, shape: AttentionShape, settings: MixerProjections) -> None:
@@ -92,13 +91,9 @@ class WindowBranch(Part):
         self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None
         self.share_proj = nn.Linear(shape.hidden_size, self.heads)
         self.slopes = ShareSlopes(self.heads)
-        # Probability of leaving out the window of a row in training; a tensor, so that captured graphs read it.
-        self.register_buffer("dropout", torch.zeros(()), persistent=False)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """No dropout: loading a model leaves buffers that are not saved without a value."""
-        self.dropout.zero_()
         if self.learned_sinks is not None:
             self.learned_sinks.zero_()
 
@@ -205,11 +200,7 @@ class WindowBranch(Part):
         """
         unseen = self.unseen(numbers)
         logit = logits.float() + self.slopes(unseen.clamp_min(1), lse)
-        mixing_gate = logit.sigmoid() * (unseen > 0).unsqueeze(-1)
-        if self.training:
-            dropped = torch.rand(lse.shape[0], 1, 1, device=lse.device) < self.dropout
-            mixing_gate = torch.where(dropped, 1.0, mixing_gate)
-        return mixing_gate
+        return logit.sigmoid() * (unseen > 0).unsqueeze(-1)
 
     @property
     def places(self) -> int:

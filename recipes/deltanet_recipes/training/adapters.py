@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import Align, Stage
-from deltanet_recipes.training.kept_attention import query_key_parts
 from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
 from deltanet_recipes.training.optim import TAUGHT
 
@@ -53,16 +52,11 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
     new = inserted_norms(student)
     if not (stage.train == "lora" and is_imported(student)):
         new += parts
-    # What is of queries or keys alone; `shared_rows_held` does the rest of `kept_qk: frozen`.
-    kept = query_key_parts(student) if stage.kept_qk == "frozen" else ()
-    held = {name: part for name, part, rows in kept if rows is None}
     _train(new, in_full)
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
-    elif stage.train == "lora" and (
-        targets := [name for name in lora_targets(student, stage.lora_targets, in_full) if name not in held]
-    ):
+    elif stage.train == "lora" and (targets := lora_targets(student, stage.lora_targets, in_full)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=stage.lora_rank, lora_alpha=stage.lora_rank, lora_dropout=0.0, target_modules=targets)
@@ -73,8 +67,6 @@ def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
         for name, parameter in student.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
-    for part in held.values():
-        part.requires_grad_(False)
 
 
 def _train(parts: list[nn.Module], in_full: bool) -> None:

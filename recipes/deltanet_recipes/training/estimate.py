@@ -57,7 +57,7 @@ from deltanet_recipes.training.runtime import Runtime
 
 ACTIVATION_FACTOR = {True: 1.0, False: 2.0}
 """Numbers that compiled and eager layers keep for the backward pass, by those that pass their matrices; measured."""
-LOGIT_BYTES = {True: 12, False: 48}
+LOGIT_BYTES = {True: 12, False: 40}
 """Bytes per token of a chunk and word of the vocabulary, compiled and eager: logits of both models, their
 log-probabilities, and the gradient; measured."""
 LESS_MEMORY = "lower micro_batch_rows or loss_chunk, or set engine.gradient_checkpointing=true"
@@ -202,8 +202,7 @@ def _stage_memory(
         states += 2 * len(places)  # inputs and outputs of the teacher's attention
     else:
         states += len(blocks) if stage.hidden_weight > 0 else 0
-        each = LOGIT_BYTES[bool(runtime.compile)] + 4 * (stage.recall_weight > 0)  # of one more pass of the teacher
-        logits = min(stage.loss_chunk, tokens) * sizes.vocabulary * each
+        logits = min(stage.loss_chunk, tokens) * sizes.vocabulary * LOGIT_BYTES[bool(runtime.compile)]
     of_muon = 4 * muon.total() + MUON_BYTES * max(muon.values(), default=0)  # an update takes all of one shape together
     return Memory(
         weights=sharded // shards + outside + gathered,
@@ -251,10 +250,10 @@ def _flops(stage: Stage, sizes: _Sizes, trained: int, adapters: int) -> Flops:
     if isinstance(stage, Align):
         forward = 2.0 * in_mixers + mixing
         return Flops(0.0 if stage.layerwise else teacher, forward, forward + mixing)
-    passes, head = 2 if stage.recall_weight > 0 else 1, sizes.vocabulary * sizes.hidden
+    head = sizes.vocabulary * sizes.hidden
     mixed = mixing + (len(layers) - len(converted)) * softmax
     through = 2.0 * (own + head + adapters)
-    return Flops(passes * (teacher + 2.0 * head), through + mixed, through + 2.0 * trained + 2 * mixed)
+    return Flops(teacher + 2.0 * head, through + mixed, through + 2.0 * trained + 2 * mixed)
 
 
 class _Layer(NamedTuple):

@@ -21,7 +21,6 @@ from transformers import DynamicCache
 from deltanet_hf.models.decoder import LayerInputs, LayerwiseDecoder
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.model_pair import decoder_layers
-from deltanet_recipes.training.window_dropout import window_branches
 
 DOCUMENT_TOKENS = (128, 32, 8, 1)
 """Average lengths of packed documents for which `document_boundaries` has room."""
@@ -83,14 +82,11 @@ class LayerRunner:
 def recomputed(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """The result of a call whose intermediate results are not kept, but computed again in the backward pass, if any.
 
-    Random numbers that a module among `function` and `args` draws (window dropout) are then the same. A CUDA graph
-    cannot be recorded with these, because the generator's state is read on the host.
+    Nothing in it draws random numbers. The state of their generator is not read, which a CUDA graph forbids.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    modules = [part for part in (function, *args) if isinstance(part, nn.Module)]
-    random = any(branch.training for module in modules for branch in window_branches(module))
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)  # type: ignore[no-any-return]
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)  # type: ignore[no-any-return]
 
 
 def document_boundaries(position_ids: torch.Tensor) -> torch.Tensor | None:

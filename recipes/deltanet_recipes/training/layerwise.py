@@ -54,7 +54,6 @@ class LayerwiseAlign:
         held_out: the rows for evaluation.
         folder: folder of the stage's activations, checkpoints and finished mixers.
         steps_before: optimiser steps of the stages before this one. Each layer does all steps of this stage.
-        seed: random seed of the window dropout.
     """
 
     def __init__(
@@ -70,9 +69,8 @@ class LayerwiseAlign:
         logbook: Logbook,
         folder: Path,
         steps_before: int,
-        seed: int,
     ) -> None:
-        self.steps_before, self.seed = steps_before, seed
+        self.steps_before = steps_before
         self.label, self.stage, self.log, self.runtime = label, stage, log, runtime
         self.teacher, self.student, self.logbook, self.folder = teacher, student, logbook, folder
         self._activations = folder / f"activations-{runtime.rank}"
@@ -152,7 +150,6 @@ class LayerwiseAlign:
             self.logbook,
             self.folder / f"checkpoints-{index:03d}",
             self.steps_before,
-            self.seed,
         )
         trainer.run()
         mixer.to("cpu")

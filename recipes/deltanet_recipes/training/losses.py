@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
 
-RECALL_CAP = 2.0  # nats; the largest divergence that counts in `recall_weights`
-
 
 @dataclass(frozen=True)
 class Head:
@@ -54,13 +52,10 @@ class Head:
 
 @dataclass(frozen=True)
 class KlTerms:
-    """Weights and form of the loss on the output distribution; `schema.DistilBase` describes each."""
+    """Weights of the loss on the output distribution; `schema.DistilBase` describes each."""
 
     kl_weight: float = 1.0
     ce_weight: float = 0.0
-    temperature: float = 1.0
-    reverse: bool = False
-    recall_weight: float = 0.0
     far_ce_weight: float = 0.0
 
 
@@ -72,48 +67,23 @@ ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
     """The loss of a chunk, given the teacher's last hidden states [n, D'] and output matrix [V, D'].
 
-    With a `recall_weight`, the hidden states are followed by those of the teacher under a window [n, D'], and the
-    output matrix by the mean weight [] of a token (`recall_weights`). With a `far_ce_weight`, whether the teacher was
-    trained on a token's position [n] bool stands before the output matrix.
+    With a `far_ce_weight`, whether the teacher was trained on a token's position [n] bool stands between the two.
     """
 
     def chunk(
-        hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *given: torch.Tensor
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        *given: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         product = F.linear(hidden, weight)
-        student, weights, taught = head.scaled(product), None, None
-        if terms.far_ce_weight > 0:
-            matrix = 2 if terms.recall_weight > 0 else 1
-            taught, given = given[matrix], given[:matrix] + given[matrix + 1 :]
-        if terms.recall_weight > 0:
-            teacher_hidden, windowed_hidden, teacher_weight, mean = given
-            teacher = teacher_head.logits(teacher_hidden, teacher_weight)
-            windowed = teacher_head.logits(windowed_hidden, teacher_weight)
-            weights = recall_weights(teacher, windowed, terms.recall_weight) / mean
-        else:
-            teacher = teacher_head.logits(*given)
-        sums, gradient = _from_logits(student, teacher, labels, terms, weights, taught)
+        student, teacher = head.scaled(product), teacher_head.logits(teacher_hidden, given[-1])
+        taught = given[0] if terms.far_ce_weight > 0 else None
+        sums, gradient = _from_logits(student, teacher, labels, terms, taught)
         return sums, head.product_gradient(gradient, student).to(product.dtype)
 
     return chunk
-
-
-def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, weight: float) -> torch.Tensor:
-    """How much the KL of each token counts: 1 + weight min(KL(teacher || windowed), RECALL_CAP).
-
-    The divergence is large where the next token follows from what the window does not show, and nearly 0 elsewhere, so
-    that few tokens carry what the mean KL hides (Arora et al., Zoology, arXiv 2312.04927, section 3).
-
-    Args:
-        teacher: its logits [N, V] float32.
-        windowed: its logits under a window [N, V] float32.
-        weight: `schema.DistilBase.recall_weight`.
-
-    Returns:
-        [N] float32.
-    """
-    divergence = kl_from_log_probs(F.log_softmax(teacher, dim=-1), F.log_softmax(windowed, dim=-1))
-    return 1.0 + weight * divergence.clamp(max=RECALL_CAP)
 
 
 def _from_logits(
@@ -121,42 +91,27 @@ def _from_logits(
     teacher: torch.Tensor,
     labels: torch.Tensor,
     terms: KlTerms,
-    weights: torch.Tensor | None,
     taught: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums [3] of a ChunkLoss and the gradient of the loss with respect to the student's logits [n, V].
 
-    `weights` [n] are those of the KL term of each token; the KL that is returned for the log has none. Tokens that are
-    not `taught` [n] have no KL, and a weight of cross-entropy of their own. One pass over
-    the logits takes the normalisers and one values and gradient; autograd would take two more. With
-    p = softmax(s / temperature) and u = softmax(t / temperature), the gradient is
-
-        temperature (p - u) for temperature^2 KL(u || p) (Hinton et al. 2015, eq. 2), and
-        temperature p (log p - log u - KL(p || u)) for temperature^2 KL(p || u).
+    Tokens that are not `taught` [n] have no KL, and a weight of cross-entropy of their own. One pass over the logits
+    takes the normalisers and one values and gradient; autograd would take two more. With p = softmax(s) and
+    u = softmax(t), the gradient of KL(u || p) is p - u.
     """
-    tau = terms.temperature
-    log_p, log_u = F.log_softmax(student / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
-    p, u = log_p.exp(), log_u.exp()
-    if terms.reverse:
-        kl = kl_from_log_probs(log_p, log_u)
-        gradient = tau * p * (log_p - log_u - kl[:, None])
-    else:
-        kl = kl_from_log_probs(log_u, log_p)
-        gradient = tau * (p - u)
+    log_p, log_u = F.log_softmax(student, dim=-1), F.log_softmax(teacher, dim=-1)
+    p = log_p.exp()
+    kl, gradient = kl_from_log_probs(log_u, log_p), p - log_u.exp()
     ce_weight = torch.full_like(kl, terms.ce_weight)
     if taught is not None:
         kl, gradient = kl * taught, gradient * taught[:, None]
         ce_weight = ce_weight.where(taught, terms.far_ce_weight)
-    weighted = kl
-    if weights is not None:
-        weighted, gradient = kl * weights, gradient * weights[:, None]
-    log_p = log_p if tau == 1.0 else F.log_softmax(student, dim=-1)
     is_label = torch.arange(student.shape[-1], device=student.device) == labels[:, None]
     ce = -torch.where(is_label, log_p, 0.0).sum(-1)
-    gradient = terms.kl_weight * gradient + ce_weight[:, None] * (log_p.exp() - is_label.float())
+    gradient = terms.kl_weight * gradient + ce_weight[:, None] * (p - is_label.float())
     scored = labels >= 0
-    loss = terms.kl_weight * weighted * tau**2 + ce_weight * ce
-    sums = [x.masked_fill(~scored, 0.0).sum() for x in (loss, kl * tau**2, ce)]
+    loss = terms.kl_weight * kl + ce_weight * ce
+    sums = [x.masked_fill(~scored, 0.0).sum() for x in (loss, kl, ce)]
     return torch.stack(sums), gradient.masked_fill(~scored[:, None], 0.0)
 
 
@@ -176,7 +131,7 @@ class ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         per_token: tuple[torch.Tensor, ...],
-        shared: tuple[torch.Tensor, ...],
+        teacher_weight: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns summed loss, KL and cross-entropy, each [] float32.
 
@@ -184,13 +139,14 @@ class ChunkedLoss(torch.autograd.Function):
             size: tokens per piece.
             hidden: [N, D]; weight: [V, D]; labels: [N].
             per_token: tensors [N, ...] of which each call of the chunk's loss gets its piece.
-            shared: tensors that every call gets as they are.
+            teacher_weight: the output matrix of the teacher, which every call gets as it is.
         """
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[2] else None  # type: ignore[attr-defined]
         sums = hidden.new_zeros(3, dtype=torch.float32)
         for begin in range(0, hidden.shape[0], size):
             piece = slice(begin, begin + size)
-            some, gradient = chunk_loss(hidden[piece], weight, labels[piece], *(t[piece] for t in per_token), *shared)
+            given = (*(t[piece] for t in per_token), teacher_weight)
+            some, gradient = chunk_loss(hidden[piece], weight, labels[piece], *given)
             sums += some
             if d_hidden is not None:
                 d_hidden[piece] = gradient @ weight

@@ -84,11 +84,6 @@ def check_models(recipe: Recipe) -> PreTrainedConfig:
                 f"stages.{stage_name(stage)}.sequence_length: got {stage.sequence_length}, and the teacher's positions "
                 f"end at {longest}; give fewer, or far_ce_weight to a student that reads further"
             )
-        if getattr(stage, "recall_weight", 0.0) > 0 and config.model_type not in FAMILIES:
-            raise UserError(
-                f"stages.{stage_name(stage)}.recall_weight: needs a softmax teacher, to compare it with itself "
-                f"under a window, and {name} has model_type {config.model_type!r}; leave the key out"
-            )
     if student.model_type == MODEL_TYPE:
         _check_imported(recipe, student, name, revision, config)
         return student
@@ -106,14 +101,6 @@ def check_models(recipe: Recipe) -> PreTrainedConfig:
 
 def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
     """Refuse stages that would train nothing, because every converted layer has the teacher's weights (windows)."""
-    recurrent = [kind.recurrent for kind in table.converted.values() if kind.recurrent is not None]
-    if not any(settings.window for settings in recurrent):
-        for stage in recipe.stages:
-            if stage.window_dropout is not None:
-                raise UserError(
-                    f"stages.{stage_name(stage)}.window_dropout: {recipe.student} has no layer with a window beside "
-                    "its state; leave the key out"
-                )
     if _has_new_weights(table):
         return
     for stage in recipe.stages:

@@ -21,13 +21,10 @@ from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, L
 from deltanet_recipes.training.losses import (
     ChunkedLoss,
     ChunkLoss,
-    Head,
-    recall_weights,
     relative_squared_error,
     squared_error,
 )
 from deltanet_recipes.training.model_pair import mixers
-from deltanet_recipes.training.windowed_teacher import windowed_inputs
 
 Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
 
@@ -129,8 +126,6 @@ class DistilLoss(nn.Module):
         checkpointing: recompute the student's activations, and the errors of the residual stream, in the backward
             pass.
         hidden_error: `losses.relative_squared_error`, compiled or not.
-        recall_weight: the weight of `losses.recall_weights`. Unless it is 0, `measure_mean_weight` sets, before
-            training, the mean by which weights are divided: a constant, so that the loss is linear in the tokens.
         adapters: those of the student that are multiplied before each of its forward passes.
         positions: those that the teacher was trained on, beyond which tokens have `KlTerms.far_ce_weight` alone; None
             if it is 0.
@@ -145,14 +140,11 @@ class DistilLoss(nn.Module):
         hidden_weight: float = 0.0,
         checkpointing: bool = False,
         hidden_error: Error = relative_squared_error,
-        recall_weight: float = 0.0,
         adapters: MergedAdapters | None = None,
         positions: int | None = None,
     ) -> None:
         super().__init__()
-        self.recall_weight, self.adapters, self.positions = recall_weight, adapters, positions
-        self.mean_weight: torch.Tensor
-        self.register_buffer("mean_weight", torch.ones(()), persistent=False)
+        self.adapters, self.positions = adapters, positions
         self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
         self.chunk_loss, self.chunk, self.hidden_weight = chunk_loss, chunk, hidden_weight
         self.checkpointing = checkpointing
@@ -177,12 +169,10 @@ class DistilLoss(nn.Module):
         if self.adapters is not None:
             self.adapters.multiply()
         entry = batch.student
-        (hidden, states), (per_token, teacher_states) = two_streams(
+        (hidden, states), (teacher_hidden, teacher_states) = two_streams(
             (lambda: self._student_layers.run_layers(entry), lambda: self._teach(batch)), entry.hidden.device
         )
-        shared: tuple[torch.Tensor, ...] = (self._teacher_layers.output_weight,)
-        if self.recall_weight > 0:
-            shared = (*shared, self.mean_weight)
+        per_token: tuple[torch.Tensor, ...] = (teacher_hidden.flatten(0, 1),)
         if self.positions is not None:
             per_token = (*per_token, (batch.rows.position_ids < self.positions).flatten())
         give_back_freed_memory(hidden.device)
@@ -193,7 +183,7 @@ class DistilLoss(nn.Module):
             self._student_layers.output_weight,
             batch.rows.labels.flatten(),
             per_token,
-            shared,
+            self._teacher_layers.output_weight,
         )
         metrics: list[Any] = [kl, ce]
         if self.hidden_weight > 0:
@@ -208,37 +198,16 @@ class DistilLoss(nn.Module):
         return rows.scored if self.positions is None else rows.scored & (rows.position_ids < self.positions)
 
     @torch.no_grad()
-    def _teach(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """The teacher's last hidden states [R*L, D'], followed by those under a window if `recall_weight` is not 0; and
-        its states after each layer [R, L, D'] if `hidden_weight` is not 0."""
+    def _teach(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The teacher's last hidden states [R, L, D'], and those after each layer if `hidden_weight` is not 0."""
         assert batch.teacher is not None
-        hidden, states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
-        if self.recall_weight == 0:
-            return (hidden.flatten(0, 1),), states
-        inputs = windowed_inputs(batch.teacher, batch.rows, batch.cu_seqlens is not None)
-        windowed, _ = self._teacher_layers.run_layers(inputs, keep=False)
-        return (hidden.flatten(0, 1), windowed.flatten(0, 1)), states
+        return self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
 
     def _hidden_error(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """The error [R, L] of one layer; with checkpointing, its float32 terms [R, L, D] are not kept."""
         if self.checkpointing:
             return recomputed(self.hidden_error, student, teacher)
         return self.hidden_error(student, teacher)
-
-    @torch.no_grad()
-    def measure_mean_weight(self, batches: list[Batch]) -> None:
-        """Set the mean weight of a scored token to that of some rows."""
-        head, matrix = Head.of(self.teacher), self._teacher_layers.output_weight
-        total, count = torch.zeros_like(self.mean_weight), 0
-        for batch in map(self.prepare, batches):
-            (full, near), _ = self._teach(batch)
-            scored = self._compared(batch.rows).flatten()
-            for begin in range(0, len(full), self.chunk):
-                piece = slice(begin, begin + self.chunk)
-                logits = [head.logits(hidden[piece], matrix) for hidden in (full, near)]
-                total += recall_weights(logits[0], logits[1], self.recall_weight)[scored[piece]].sum()
-            count += int(scored.sum())
-        self.mean_weight.copy_(total / max(1, count))
 
 
 class LayerLoss(nn.Module):

@@ -20,7 +20,6 @@ from deltanet_recipes.training.estimate import estimates
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
 from deltanet_recipes.training.finished_stages import finished_stages, load_stage, save_stage
-from deltanet_recipes.training.kept_attention import put_back_queries_and_keys
 from deltanet_recipes.training.logbook import LOG, Logbook, read_log
 from deltanet_recipes.training.model_pair import (
     check_models,
@@ -129,8 +128,6 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
 
     final = output / "final"
     if runtime.main:
-        if any(getattr(stage, "kept_qk", None) == "restore" for stage in stages):
-            put_back_queries_and_keys(student, recipe.student)
         trained_by = recipe.model_copy(update={"stages": tuple(stages)})
         save_final(final, student, tokenizer, trained_by, dtype, data.reports)
         with writing(output):

@@ -20,7 +20,6 @@ from deltanet_recipes.data.prepare import RecipeData
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.adapters import MergedAdapters, merge_lora, train_for
 from deltanet_recipes.training.feeds import RowFeed, micro_batch_rows
-from deltanet_recipes.training.kept_attention import shared_rows_held
 from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.losses import (
@@ -147,18 +146,10 @@ class StageRun:
             self.logbook,
             self.folder,
             self.steps_before,
-            self.recipe.seed,
         ).run()
 
     def _distil(self, stage: DistilBase) -> None:
-        terms = KlTerms(
-            stage.kl_weight,
-            stage.ce_weight,
-            stage.temperature,
-            stage.direction == "reverse",
-            stage.recall_weight,
-            stage.far_ce_weight,
-        )
+        terms = KlTerms(stage.kl_weight, stage.ce_weight, stage.far_ce_weight)
         teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
         config: Any = teacher.config
         positions = int(config.max_position_embeddings)
@@ -180,17 +171,12 @@ class StageRun:
             stage.hidden_weight,
             self.recipe.engine.gradient_checkpointing,
             hidden_error,
-            stage.recall_weight,
             adapters,
             positions if stage.far_ce_weight > 0 else None,
         )
         self.runtime.shard(objective, layers, teacher)
         feed = RowFeed(self.data.training, stage, self.runtime, score_all=False)
-        if stage.recall_weight > 0:
-            with self.runtime.autocast():
-                objective.measure_mean_weight(feed.evaluation(self._sample(feed)))
-        with shared_rows_held(self.student, stage, self.recipe.engine.sharding != "none"):
-            self._train(objective, feed, lambda: self._evaluate(objective, feed))
+        self._train(objective, feed, lambda: self._evaluate(objective, feed))
 
     def _train(self, objective: Objective, feed: RowFeed, evaluate: Callable[[], dict[str, float]]) -> None:
         trainer = Trainer(
@@ -204,7 +190,6 @@ class StageRun:
             self.logbook,
             self.folder,
             self.steps_before,
-            self.recipe.seed,
         )
         trainer.run()
 

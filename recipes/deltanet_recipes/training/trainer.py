@@ -22,7 +22,6 @@ from deltanet_recipes.training.objectives import Objective
 from deltanet_recipes.training.optim import make_optimizers, parameter_groups, rate_factor, set_rates
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.training_state import Checkpoints
-from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 
 DIVERGED = 5.0  # times the best mean loss of a log interval that end a run
 WORSE = 1.1  # times the held-out loss at the start of a stage; while rates are high, good runs rise a little
@@ -46,7 +45,6 @@ class Trainer:
         evaluate: returns figures on held-out rows by name, the same on every process.
         folder: folder of the stage's checkpoints.
         steps_before: optimiser steps of this run before the stage, for the log.
-        seed: random seed of the window dropout.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class Trainer:
         logbook: Logbook,
         folder: Path,
         steps_before: int,
-        seed: int = 0,
     ) -> None:
         self.label, self.stage, self.log, self.runtime = label, stage, log, runtime
         self.objective, self.feed, self.evaluate, self.logbook = objective, feed, evaluate, logbook
@@ -75,7 +72,6 @@ class Trainer:
         self.held_out_start: float | None = None
         self.held_out_last: float | None = None
         alone = micro_batch_rows(stage, runtime.world) >= stage.rows_per_step // runtime.world
-        self.window_dropout = WindowDropoutSchedule(objective, stage.window_dropout, stage.steps, seed, runtime.rank)
         self._micro = MicroStep(runtime, objective, self.parameters, alone)
 
     def run(self) -> None:
@@ -101,7 +97,6 @@ class Trainer:
             said = one_line(error).partition(" GPU ")[0]
             raise UserError(f"{self.label}: {said} To go on, {LESS_MEMORY} and run the command again") from error
         finally:
-            self.window_dropout.end()
             self.logbook.end()
 
     def _loop(self) -> None:
@@ -139,7 +134,6 @@ class Trainer:
     def optimiser_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Do one step; returns the metrics summed over this process's micro-batches and the gradient norm []."""
         set_rates(self.optimizers, rate_factor(self.step, self.stage))
-        self.window_dropout.begin(self.step)
         self._micro.begin()
         metrics: torch.Tensor | None = None
         for batch in self.feed.step():
@@ -200,7 +194,6 @@ class Trainer:
         )
 
     def _held_out(self) -> dict[str, float]:
-        self.window_dropout.set(0.0)
         return {f"held_out.{name}": value for name, value in self.evaluate().items()}
 
     def _record(self, means: dict[str, float], since: int, elapsed: float, held_out: dict[str, float]) -> None:

@@ -1,30 +1,23 @@
-"""Trains a model of real shape and random weights by its shipped recipe, stage by stage, and kills and resumes the run.
+"""Trains a model of real shape and random weights by its shipped recipe, stage by stage.
 
     python -m measuring.benchmarks.large_models 1B --output FOLDER
     python -m measuring.benchmarks.large_models 8B --processes 2 --micro-batches 1 --output FOLDER
 
 Random weights are enough to measure: the student learns its teacher's outputs, and the loss falls. Teacher and student
-are made in FOLDER/SHAPE (34 GB for 8B), the run works in FOLDER/NAME. As soon as a stage has ended, its row is in
-FOLDER/large_models.json: speed, share of the chip's peak (`training/estimate.py`), peak memory beside the expected,
-first and last loss. In the last stage, all processes are killed after a checkpoint, and the run is resumed. Then the
-final model is loaded and generates 8 tokens. The weights of the run are deleted at the end. The same command continues
-after an interruption. Run several at a time by CUDA_VISIBLE_DEVICES.
-
-Steps: all stages take `--steps`, the last one a tenth more; its only checkpoint is written after `--steps`, so that
-stages before write none.
+are made in FOLDER/SHAPE (34 GB for 8B), the run works in FOLDER/SHAPE-TRAIN-PROCESSES. At its end, each stage has a row
+in FOLDER/large_models.json: speed, share of the chip's peak (`training/estimate.py`), peak memory beside the expected,
+first and last loss; or an error. The weights of the run are deleted at the end. The same command continues after an
+interruption. Run several at a time by CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig
 
@@ -35,11 +28,9 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.config import read_recipe
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name
 from deltanet_recipes.training.feeds import micro_batch_rows
-from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import without_alignment
 from measuring.benchmarks.random_inputs import Inputs
 from measuring.benchmarks.stage_row import stage_figures
-from measuring.benchmarks.training_process import TrainingProcess, train_command
 from measuring.rows import RowFile
 
 RECIPES = {"135M": "smollm2-135m-100m", "1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
@@ -61,18 +52,13 @@ def main() -> None:
         "--micro-batches", type=int, help="micro-batches per step and GPU, for a shorter run; default: the recipe's"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe; repeatable")
-    parser.add_argument("--name", help="name of the run; default: SHAPE-TRAIN-PROCESSES")
-    parser.add_argument("--no-kill", action="store_true", help="write no checkpoint and do not interrupt the run")
-    parser.add_argument("--keep", action="store_true", help="keep the weights of the run")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     run_command(lambda: benchmark(parser.parse_args()))
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Run everything; every error of training is a row and then raised."""
-    if options.steps < 10:
-        raise UserError(f"--steps: got {options.steps}, expected at least 10")
-    name = options.name or f"{options.shape}-{options.train}-{options.processes}"
+    """Run everything; an error of training is a row and then raised."""
+    name = f"{options.shape}-{options.train}-{options.processes}"
     run, results = options.output / name, RowFile(options.output / RESULTS, KEY)
     began = time.perf_counter()
     inputs = make_inputs(options.shape, options.output / options.shape)
@@ -91,20 +77,26 @@ def benchmark(options: argparse.Namespace) -> None:
         "run": name,
         "command": " ".join(["python -m measuring.benchmarks.large_models", *sys.argv[1:]]),
     }
-    try:
-        _train(options, recipe, train_command(recipe_name, changes, options.processes), run, results, common)
-        command = [sys.executable, "-m", "measuring.benchmarks.final_model", str(run / "final")]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"the final model cannot be used: {done.stderr.strip().splitlines()[-1]}")
-        results.add({**common, "stage": "generate", **json.loads(done.stdout.splitlines()[-1])})
-    except UserError as error:
-        results.add({**common, "stage": "error", "error": str(error)})
-        raise
-    if not options.keep:
-        for part in WEIGHTS:
-            shutil.rmtree(run / part, ignore_errors=True)
+    code = subprocess.run(train_command(recipe_name, changes, options.processes)).returncode
+    if code:
+        error = f"training ended with exit code {code}; see the lines above"
+        results.add({**common, "stage": "error", "error": error})
+        raise UserError(error)
+    for stage in recipe.stages:
+        sizes = {"steps": stage.steps, "rows": stage.sequence_length, "batch_tokens": stage.batch_tokens}
+        results.add({**common, "stage": stage_name(stage), **sizes, **stage_figures(run, stage_name(stage))})
+    for part in WEIGHTS:
+        shutil.rmtree(run / part, ignore_errors=True)
     _say(f"results: {results.path}")
+
+
+def train_command(recipe: str, changes: list[str], processes: int) -> list[str]:
+    """The command that runs a recipe with overrides on so many GPUs."""
+    training = ["-m", "deltanet_recipes.distill", recipe, *changes]
+    if processes == 1:
+        return [sys.executable, *training]
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1"]
+    return [sys.executable, *launch, "--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", *training]
 
 
 def make_inputs(shape: str, folder: Path) -> Inputs:
@@ -135,25 +127,24 @@ def recipe_changes(options: argparse.Namespace, recipe: Recipe, inputs: Inputs, 
         f"engine.sharding={'none' if options.processes == 1 else 'fsdp2'}",
         f"log.every={max(1, options.steps // 20)}",
         f"log.evaluate_every={10**9}",
-        f"log.checkpoint_every={10**9 if options.no_kill else options.steps}",
+        f"log.checkpoint_every={10**9}",
         "log.keep=1",
         "log.stop_when_worse=false",  # random tokens teach little, and what is measured is speed
     ]
     for stage in kept:
-        changes += _stage_changes(options, stage, last=stage is kept[-1])
+        changes += _stage_changes(options, stage)
     left_out = [f"stages.{stage_name(stage)}=null" for stage in recipe.stages if stage not in kept]
     return [*changes, *options.set, *left_out]
 
 
-def _stage_changes(options: argparse.Namespace, stage: Stage, last: bool) -> list[str]:
+def _stage_changes(options: argparse.Namespace, stage: Stage) -> list[str]:
     key, changes = f"stages.{stage_name(stage)}", []
     batch = stage.batch_tokens
     if options.micro_batches is not None:
         rows = micro_batch_rows(stage, 1)
         batch = options.micro_batches * rows * stage.sequence_length * options.processes
         changes += [f"{key}.batch_tokens={batch}", f"{key}.micro_batch_rows={rows}"]
-    steps = options.steps + (max(2, options.steps // 10) if last else 0)
-    changes.append(f"{key}.tokens={steps * batch}")
+    changes.append(f"{key}.tokens={options.steps * batch}")
     if isinstance(stage, Align):
         if stage.layerwise:
             changes.append(f"{key}.cached_tokens={CACHED_STEPS * batch}")
@@ -162,54 +153,6 @@ def _stage_changes(options: argparse.Namespace, stage: Stage, last: bool) -> lis
     if options.train == "full":  # adapters take twice the rate of full weights
         changes.append(f"{key}.optimizer.rest_lr={stage.optimizer.rest_lr / 2}")
     return changes
-
-
-def _train(
-    options: argparse.Namespace, recipe: Recipe, command: list[str], run: Path, results: RowFile, common: dict[str, Any]
-) -> None:
-    """Run the recipe, interrupt its last stage once, and add a row for every stage that ends."""
-    last = len(recipe.stages) - 1
-    files = [
-        run / "stages" / f"{place:02d}-{stage_name(stage)}.safetensors" for place, stage in enumerate(recipe.stages)
-    ]
-    written: set[int] = set()
-    resumed = False
-
-    def add_rows() -> None:
-        for place, stage in enumerate(recipe.stages):
-            if place not in written and files[place].is_file():
-                figures = stage_figures(run, stage_name(stage))
-                sizes = {"steps": stage.steps, "rows": stage.sequence_length, "batch_tokens": stage.batch_tokens}
-                row = {**common, "stage": stage_name(stage), **sizes, **figures, "resumed": resumed and place == last}
-                results.add(row)
-                written.add(place)
-                _say(json.dumps({key: value for key, value in row.items() if key != "command"}))
-
-    def start(look: Callable[[], bool]) -> bool:
-        process = TrainingProcess(command, run / "output.txt")
-        stopped = process.watch(look)
-        if stopped:
-            process.kill()
-        add_rows()
-        return stopped
-
-    def past_checkpoint() -> bool:
-        add_rows()
-        name = stage_name(recipe.stages[last])
-        if not any((run / "checkpoints" / files[last].stem).rglob("step-*[0-9]")):
-            return False
-        return any(row["stage"].partition(".")[0] == name and row["step"] > options.steps for row in read_log(run))
-
-    def until_its_end() -> bool:
-        add_rows()
-        return False
-
-    if not options.no_kill and not files[last].is_file():
-        if not start(past_checkpoint):
-            raise UserError("the last stage ended before it could be killed after its checkpoint; raise --steps")
-        _say("killed after the checkpoint; resuming")
-        resumed = True
-    start(until_its_end)
 
 
 def _say(message: str) -> None:

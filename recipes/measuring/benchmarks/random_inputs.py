@@ -27,7 +27,7 @@ TOKENS = 1 << 22
 DOCUMENT = 1000  # mean length in tokens
 END = 1  # id of the end-of-text token in the random tokenizer
 HYBRID = ("--layers", "every:4")  # as many as `auto` keeps; a search would find nothing in random weights
-CONVERSION = {"135M": ("--pure", "--no-fit-memory")}  # random weights have no memory to be fitted
+CONVERSION = {"135M": ("--pure",)}
 """Options of `convert` for the students that the recipes of the shapes name; `HYBRID` for all others."""
 LITTLE = ("--calibration-tokens", "512")
 

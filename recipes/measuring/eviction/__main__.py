@@ -1,16 +1,15 @@
 """Trains gates on a token array and measures them: `python -m measuring.eviction ARRAYS OUT --teacher FOLDER ...`.
 
-The row has the columns of `measuring.study.front`, whose rows it is compared with; beside them
+The row has the columns of `measuring.study.state_rows`, whose rows it is compared with; beside them
 
 - kind: eviction; kept_heads: the heads with gates, null for all; window: tokens that these see in any case;
 - adapters: the rate of adapters on attention, null where the teacher's weights are frozen;
-- share_target, share: of older tokens that the gates were to keep, and keep in the texts that are measured. mb_2k,
-  mb_8k and mb_32k are the bytes of what is kept, with as many tokens in each such head.
+- share_target, share: of older tokens that the gates were to keep, and keep in the texts that are measured. mb_2k
+  and mb_32k are the bytes of what is kept, with as many tokens in each such head.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from deltanet_convert.select import read_selection
 from deltanet_convert.select.budget import Budget
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.measure import measure
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import stored_bytes
 from deltanet_recipes.schema import Long
@@ -30,11 +30,9 @@ from deltanet_recipes.schema_sections import Optimizer
 from measuring.eviction.gates import BITS, WINDOW, Gates, Heads
 from measuring.eviction.training import train_gates
 from measuring.rows import RowFile
-from measuring.study.front import LENGTHS, save_items
-from measuring.study.hybrid_measure import HybridMeasure
-from measuring.study.hybrid_row import figures, shown
+from measuring.study.items import save_items
 from measuring.study.model_facts import load_for_measure
-from measuring.study.shared_figures import SharedFigures
+from measuring.study.state_rows import FACTS, columns, state_settings
 
 
 def share_of(keep: str, heads: Heads, teacher: PreTrainedModel) -> float:
@@ -108,23 +106,20 @@ def main(
         optimizer=optimizer,
     )
     rows = training_rows(text, stage, seed)
-    measure = HybridMeasure(arrays, whole, AutoTokenizer.from_pretrained(teacher), limit)
-    references = SharedFigures(out.parent / "references", measure)
+    settings = state_settings(arrays, whole, AutoTokenizer.from_pretrained(teacher), limit)
     gates = Gates(student, heads)
     train_gates(whole, student, gates, rows, stage, share, seed, typer.echo)
-    measured = measure(student)
-    held = kept_share(student, gates, measure.windows["4k"].to(device))
-    sizes = {name: heads.bytes(count, held) for name, count in LENGTHS.items()}
-    measured = replace(measured, bytes=sizes["mb_2k"])
+    measured = measure(student, settings)
+    held = kept_share(student, gates, settings.texts["4k"].windows.to(device))
     parts = ["eviction", keep, *(["plan"] if plan else []), *(["lora"] if adapters else []), f"seed{seed}" * (seed > 0)]
     row: dict[str, Any] = {"run": "-".join(filter(None, parts)), "kind": "eviction", "bits": BITS, "window": WINDOW}
     row |= {"kept_heads": None if chosen is None else [list(head) for head in chosen.heads], "adapters": adapters}
     row |= {"tokens": tokens, "seed": seed, "share_target": round(share, 5), "share": round(held, 5)}
-    row |= {name: round(count / 1e6, 3) for name, count in sizes.items()}
-    row |= {name: value for name, value in figures(measured, references).items() if name not in LENGTHS}
+    row |= {f"mb_{at}k": round(heads.bytes(at * 1024, held) / 1e6, 3) for at in (2, 32)}
+    row |= columns(measured, FACTS)
     RowFile(out).add(row)
     save_items(out, row["run"], measured)
-    typer.echo(f"{row['run']}: {shown(row)}")
+    typer.echo(f"{row['run']}: " + "  ".join(f"{key} {row[key]}" for key in ("mb_2k", *row["stderr"])))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def _divergence(teacher: PreTrainedModel, student: PreTrainedModel, ids: Tensor,
     got = _hidden(student, ids)
     heads: list[Any] = [model.lm_head.weight for model in (student, teacher)]  # type: ignore[union-attr]
     loss = live_chunk(Head.of(student), Head.of(teacher), KlTerms())
-    total, _, _ = ChunkedLoss.apply(loss, chunk, got, heads[0], ids.flatten(), (wanted,), (heads[1],))
+    total, _, _ = ChunkedLoss.apply(loss, chunk, got, heads[0], ids.flatten(), (wanted,), heads[1])
     return total / ids.numel()
 
 

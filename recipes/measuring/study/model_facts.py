@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,30 +19,11 @@ def load_for_measure(folder: str, device: torch.device) -> nn.Module:
     return place(load_model(folder, Path(folder), dtype, attn_implementation="sdpa"), device)
 
 
-def changed_settings(folder: Path) -> dict[str, Any]:
-    """The settings of a model's mixer that are not the recommended ones; empty for a model that was not converted."""
-    path = folder / "conversion.json"
-    report = json.loads(path.read_text()) if path.is_file() else {}
-    return report.get("options", {}).get("set") or {}  # type: ignore[no-any-return]
-
-
 def run_facts(folder: Path) -> dict[str, Any]:
-    """The run that made a model; empty without recipe.json.
-
-    Returns:
-        `tokens` of all stages, `seed`, and of the last stage `rate`, that of new weights, and `tokens_per_second`, the
-        median.
-    """
+    """The run that made a model, `tokens` of all stages and `seed`; empty without recipe.json."""
     recipe, log = folder / "recipe.json", folder.parent / "log.jsonl"
     if not recipe.is_file() or not log.is_file():
         return {}
-    settings = json.loads(recipe.read_text())
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    last = {row["stage"]: row for row in rows}
-    speeds = [row["tokens_per_second"] for row in rows if row["stage"] == rows[-1]["stage"] and row["step"] > 0]
-    return {
-        "tokens": sum(row["tokens"] for row in last.values()),
-        "seed": settings["seed"],
-        "rate": settings["stages"][-1]["optimizer"]["mixer_lr"],
-        "tokens_per_second": float(np.median(speeds)),
-    }
+    tokens = {row["stage"]: row["tokens"] for row in rows}  # the last row of a stage counts all of its tokens
+    return {"tokens": sum(tokens.values()), "seed": json.loads(recipe.read_text())["seed"]}

@@ -66,7 +66,6 @@ def conversion(report: dict[str, Any]) -> list[str]:
         cache_bits=options.get("cache_bits", 16),
         text=_shown(text) if text != SHIPPED_TEXT else None,
         no_training=not options["training"],
-        no_fit_memory=not options["fit_memory"],
     )
     single = {name: options.get(name, getattr(DEFAULT, name)) for name in SINGLE}
     return words + flags(**{name: value for name, value in single.items() if value != getattr(DEFAULT, name)})

@@ -10,7 +10,7 @@ Command: `python -m measuring.study.state_rows ARRAYS OUT --teacher FOLDER --mod
 - with `--tasks`, the columns of `--column` (`task_suites.py`), in percent;
 - stderr: the standard errors of these.
 
-The outcomes of single texts and probes are kept as by `measuring.study.front`, for paired differences of two rows.
+The outcomes of single texts and probes are kept beside the rows (`items.py`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,25 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from deltanet_hf.data import with_prefix
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Measured, Settings, Text, measure
+from deltanet_hf.evaluation.tasks.haystack import Haystack
+from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
+from deltanet_hf.evaluation.tasks.recall_tasks import needles
 from deltanet_hf.evaluation.tasks.text_windows import windows
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from measuring.rows import RowFile
-from measuring.study.front import save_items
-from measuring.study.hybrid_measure import HAYSTACK, TEXTS
+from measuring.study.items import save_items
 from measuring.study.model_facts import load_for_measure, run_facts
 from measuring.study.provenance import commands, flags
-from measuring.study.recall_cells import recall_cells
 from measuring.study.task_suites import TaskSuites
 
-KL = ("1k", "4k", "8k")  # names in `TEXTS`
-FACTS = ("needles_2k", "needles_8k", "prose_2k", "prose_4k")
+# Text -> array, tokens per window, largest number of windows, which are spread over the array.
+TEXTS = {"1k": ("heldwiki", 1024, 128), "4k": ("novels", 4096, 32), "8k": ("novels", 8192, 16)}
+HAYSTACK = "novels"
+# Column -> tokens, largest number of probes.
+NEEDLES = {"needles_2k": (2048, 128), "needles_8k": (8192, 32)}
+PROSE = {"prose_2k": (2048, 96), "prose_4k": (4096, 48)}
+FACTS = (*NEEDLES, *PROSE)
 
 
 def state_settings(
@@ -52,13 +58,17 @@ def state_settings(
         arrays: folder with heldwiki.npy and novels.npy (token ids).
         limit: largest number of texts of a length and of probes of a kind; None for no limit.
     """
-    tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name in {TEXTS[text][0] for text in KL}}
+    tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name, _, _ in TEXTS.values()}
     texts = {}
-    for text in KL:
-        array, size, count = TEXTS[text]
+    for text, (array, size, count) in TEXTS.items():
         cut = windows(tokens[array], size, min(count, limit or count), spread=True)
         texts[text] = Text(with_prefix(cut, tokenizer), size - 1, parts={f"last_quarter_{text}": _last(cut, size // 4)})
-    probes = recall_cells(tokenizer, tokens[HAYSTACK], int(teacher.config.max_position_embeddings), FACTS, limit)
+    haystack = Haystack(tokenizer, tokens[HAYSTACK])
+    probes = {}
+    for name, (size, count) in NEEDLES.items():
+        probes[name] = needles(tokenizer, haystack.ids, size, min(count, limit or count))
+    for name, (size, count) in PROSE.items():
+        probes[name] = prose_facts(tokenizer, haystack, size, min(count, limit or count))
     return Settings(texts, teacher, probes)
 
 
@@ -70,7 +80,7 @@ def _last(windows_NT: Tensor, tokens: int) -> np.ndarray:
 
 def columns(measured: Measured, shares: Sequence[str]) -> dict[str, Any]:
     """The columns of a row that are measured; `shares` are those in percent."""
-    found = {f"kl_{text}": measured.clusters[f"kl_{text}"].score for text in KL}
+    found = {f"kl_{text}": measured.clusters[f"kl_{text}"].score for text in TEXTS}
     found["kl_8k_last_quarter"] = measured.clusters["last_quarter_8k_kl"].score
     row = {name: round(score.value, 5) for name, score in found.items()}
     stderr = {name: round(score.stderr, 5) for name, score in found.items()}

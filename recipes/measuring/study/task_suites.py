@@ -1,4 +1,4 @@
-"""Scores a model on the suites that papers report: the task columns of a row of `measuring.study.front`.
+"""Scores a model on the suites that papers report: the task columns of a row of `measuring.study.state_rows`.
 
 In per cent, with the standard error NAME_se beside each value:
 
@@ -13,8 +13,7 @@ In per cent, with the standard error NAME_se beside each value:
   problems whose last number is right, of all items; generated greedily.
 
 Texts, prompts and scores are lm-eval's, the others without a chat template. Answers to RULER end after `ANSWER` tokens,
-where lm-eval lets niah_* have 128: they are to be the first tokens. A column without data or packages has no value; the
-row says what is missing.
+where lm-eval lets niah_* have 128: they are to be the first tokens. A column without data or packages is `missing`.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class TaskSuites:
         limit: int | None = None,
         columns: Collection[str] = COLUMNS,
     ) -> None:
-        # Imports lm-eval, which front.py does without where no suites are measured.
+        # Imports lm-eval, which state_rows.py does without where no suites are measured.
         from deltanet_hf.evaluation.tasks.local_data import missing_files
         from deltanet_hf.evaluation.tasks.ruler import Ruler
 
