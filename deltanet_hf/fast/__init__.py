@@ -6,6 +6,7 @@
                      sharding, training, replaced methods); `eval()`, `to()`, `generate` and `serve` ask for it
     decoder.py       the decoder and its layers, with the residual sums handed on to the next norm; which of the
                      following a layer takes
+    families.py      a row for each family: its norms, and which of its parts are plain
     mixer.py         the steps of a mixer (mixers/layer/mixer.py) that it computes in another way
     delayed.py       those of a state of what has left its window, in 8 or 4 bits
     window.py        prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)

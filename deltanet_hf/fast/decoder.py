@@ -7,12 +7,13 @@ residual sum as two tensors, and the norm after it computes the sum.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltanet_hf.fast.delayed import FastDelayedRule
+from deltanet_hf.fast.families import LAYER, family_of
 from deltanet_hf.fast.mixer import FastDeltaRule, FastMixer
 from deltanet_hf.fast.packed import FastPacked, is_packed
 from deltanet_hf.fast.parts import FastMLP, FastNorm, Sum, is_known_block, with_children
@@ -20,46 +21,6 @@ from deltanet_hf.fast.softmax import QKV, FastSoftmax
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
-
-
-class Norms(NamedTuple):
-    """The norms of a decoder layer by name, before and after attention and feed-forward block; None for no norm."""
-
-    before_attention: str | None
-    after_attention: str | None
-    before_mlp: str | None
-    after_mlp: str | None
-
-
-BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
-AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-BOTH = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-LAYERS = {
-    "LlamaDecoderLayer": BEFORE,
-    "MistralDecoderLayer": BEFORE,
-    "Qwen2DecoderLayer": BEFORE,
-    "Qwen3DecoderLayer": BEFORE,
-    "Olmo2DecoderLayer": AFTER,
-    "Olmo3DecoderLayer": AFTER,
-    "GraniteDecoderLayer": BEFORE,
-    "SmolLM3DecoderLayer": BEFORE,
-    "Gemma2DecoderLayer": BOTH,
-    "Gemma3DecoderLayer": BOTH,
-    "Phi3DecoderLayer": BEFORE,
-    "Qwen3MoeDecoderLayer": BEFORE,
-    "OlmoeDecoderLayer": BEFORE,
-    "MixtralDecoderLayer": BEFORE,
-    "GraniteMoeDecoderLayer": BEFORE,
-    "GptOssDecoderLayer": BEFORE,
-    "Qwen3_5DecoderLayer": BEFORE,
-}
-"""By the name of the class in transformers."""
-
-
-def norms_of(layer: nn.Module) -> Norms | None:
-    """The norms of a decoder layer of a known family; None for any other."""
-    kind = type(layer)
-    return LAYERS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
 
 
 class FastDecoder:
@@ -93,9 +54,9 @@ class FastLayer:
     """A decoder layer: attention and feed-forward block, each between its norms and added to its input."""
 
     def __init__(self, layer: Any, may_move: bool) -> None:
-        names = norms_of(layer)
-        assert names is not None
-        norms = (None if name is None else FastNorm(getattr(layer, name)) for name in names)
+        family = family_of(type(layer), LAYER)
+        assert family is not None
+        norms = (None if name is None else FastNorm(getattr(layer, name)) for name in family.norms)
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
         linear = layer._modules.get("linear_attn")
         self._attention = fast_attention(layer.self_attn if linear is None else linear, may_move)

@@ -22,8 +22,8 @@ import torch
 import transformers
 from torch import nn
 
-from deltanet_hf.fast.decoder import FastDecoder, norms_of
-from deltanet_hf.fast.parts import form_of
+from deltanet_hf.fast.decoder import FastDecoder
+from deltanet_hf.fast.families import LAYER, NORM, family_of
 
 MOVES_ON = {"cuda"}  # types of devices that launch kernels slower than they compute them
 OUR_HOOKS = (  # which do nothing to the results
@@ -168,11 +168,12 @@ def _in_decoder(decoder: Any) -> Iterator[str]:
         return
     norms = [decoder.norm]
     for layer in decoder.layers:
-        names = norms_of(layer)
-        if names is None:
+        family = family_of(type(layer), LAYER)
+        if family is None:
             yield f"{type(layer).__name__} is no decoder layer of a supported family"
-        norms += [getattr(layer, name) for name in names or () if name is not None]
-    yield from (f"{type(norm).__name__} is no known norm" for norm in norms if form_of(norm) is None)
+        else:
+            norms += [getattr(layer, name) for name in family.norms if name is not None]
+    yield from (f"{type(norm).__name__} is no known norm" for norm in norms if family_of(type(norm), NORM) is None)
 
 
 def _in_module(module: nn.Module) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from deltanet_hf.fast.delayed import FastDelayedRule
+from deltanet_hf.fast.families import family_of
 from deltanet_hf.fast.parts import MergedProjection, fast_norms, with_children
 from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
@@ -33,19 +34,6 @@ from deltanet_kernels import prompt_inputs
 from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.prompt.calls import PromptInputsCall
 
-FAMILIES = (
-    "LlamaAttention",
-    "MistralAttention",
-    "MixtralAttention",
-    "GraniteAttention",
-    "Qwen2Attention",
-    "Qwen3Attention",
-    "Qwen3MoeAttention",
-    "Gemma3Attention",
-)
-"""Attention of which the class says no more than: project, norms of the heads of q and k if there are any, rotate,
-attend by `scaling`, project."""
-
 
 def is_packed(attention: Any) -> bool:
     """Whether `FastPacked` computes it: softmax or windows of known families, and mixed heads of these and of states
@@ -56,9 +44,11 @@ def is_packed(attention: Any) -> bool:
 def _is_known(branch: Any) -> bool:
     if isinstance(branch, Mixer):
         return FastDelayedRule.serves(branch)
-    family: Any = type(branch).__bases__[1] if isinstance(branch, (PackedSoftmax, WindowAttention)) else object
-    family = family.__bases__[1] if issubclass(family, FarSoftmax) else family
-    return family.__name__ in FAMILIES and branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear
+    kind: Any = type(branch).__bases__[1] if isinstance(branch, (PackedSoftmax, WindowAttention)) else object
+    family = family_of(kind.__bases__[1] if issubclass(kind, FarSoftmax) else kind, "Attention")
+    if family is None or not family.plain_attention:
+        return False
+    return branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear
 
 
 class FastPacked:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deltanet_hf.fast.families import NORM, family_of
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.layer.parts import ALIGNMENT
 from deltanet_kernels import rms_norm, silu_product
@@ -106,49 +107,13 @@ class Sum(NamedTuple):
         return self.residual + self.x
 
 
-class Form(NamedTuple):
-    """How a class of norms rounds and multiplies; see `deltanet_kernels.rms_norm`."""
-
-    offset: float
-    round_first: bool
-
-
-LLAMA, OLMO, GEMMA = Form(0.0, True), Form(0.0, False), Form(1.0, False)
-FORMS = {
-    "LlamaRMSNorm": LLAMA,
-    "MistralRMSNorm": LLAMA,
-    "Qwen2RMSNorm": LLAMA,
-    "Qwen3RMSNorm": LLAMA,
-    "GraniteRMSNorm": LLAMA,
-    "SmolLM3RMSNorm": LLAMA,
-    "Phi3RMSNorm": LLAMA,
-    "Qwen3MoeRMSNorm": LLAMA,
-    "OlmoeRMSNorm": LLAMA,
-    "MixtralRMSNorm": LLAMA,
-    "GraniteMoeRMSNorm": LLAMA,
-    "GptOssRMSNorm": OLMO,
-    "Olmo2RMSNorm": OLMO,
-    "Olmo3RMSNorm": OLMO,
-    "Gemma2RMSNorm": GEMMA,
-    "Gemma3RMSNorm": GEMMA,
-    "Qwen3_5RMSNorm": GEMMA,
-}
-"""By the name of the class in transformers."""
-
-
-def form_of(norm: nn.Module) -> Form | None:
-    """The form of a norm that `FastNorm` computes; None for any other module."""
-    kind = type(norm)
-    return FORMS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
-
-
 class FastNorm:
     """A norm of a known form by one kernel, without gradients."""
 
     def __init__(self, norm: Any) -> None:
-        form = form_of(norm)
-        assert form is not None
-        self._norm, self._weight, (self._offset, self._round_first) = norm, norm.weight, form
+        family = family_of(type(norm), NORM)
+        assert family is not None
+        self._norm, self._weight, (self._offset, self._round_first) = norm, norm.weight, family.form
         self._eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
     def __call__(self, x: Tensor | Sum) -> Tensor:
@@ -172,7 +137,7 @@ class FastNorm:
 def fast_norms(attention: nn.Module) -> dict[str, FastNorm]:
     """Those of its norms of q and k that are known, by name."""
     norms = {name: attention._modules.get(name) for name in ("q_norm", "k_norm")}
-    return {name: FastNorm(norm) for name, norm in norms.items() if norm is not None and form_of(norm) is not None}
+    return {name: FastNorm(norm) for name, norm in norms.items() if family_of(type(norm), NORM) is not None}
 
 
 def fronted(front: type, attention: nn.Module, linears: Sequence[Any], may_move: bool) -> Any:
@@ -187,21 +152,6 @@ def fronted(front: type, attention: nn.Module, linears: Sequence[Any], may_move:
     return made
 
 
-BLOCKS = (
-    "LlamaMLP",
-    "MistralMLP",
-    "Qwen2MLP",
-    "Qwen3MLP",
-    "Qwen3MoeMLP",
-    "GraniteMLP",
-    "SmolLM3MLP",
-    "Olmo2MLP",
-    "Olmo3MLP",
-    "Gemma2MLP",
-    "Gemma3MLP",
-    "Qwen3_5MLP",
-)
-"""Feed-forward blocks in transformers, down_proj(act(gate_proj(x)) * up_proj(x)); others compute themselves."""
 SILU = ("SiLU", "SiLUActivation")
 PART = 65536
 """Tokens that are computed at once: in 8B shapes, the products of 262,144 tokens take 22 GB, and their cache 34."""
@@ -209,8 +159,8 @@ PART = 65536
 
 def is_known_block(module: nn.Module) -> bool:
     """Whether `FastMLP` computes a module; not if the outputs of its two projections differ in dtype."""
-    kind = type(module)
-    if kind.__name__ not in BLOCKS or not kind.__module__.startswith("transformers.models."):
+    family = family_of(type(module), "MLP")
+    if family is None or not family.plain_mlp:
         return False
     held: Any = module
     alike = type(held.gate_proj) is type(held.up_proj) is nn.Linear

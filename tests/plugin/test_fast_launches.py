@@ -15,7 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.fast import FastDecoder
 from deltanet_hf.fast.decoder import FastLayer
-from deltanet_hf.fast.parts import FastNorm, Sum, form_of
+from deltanet_hf.fast.families import NORM, family_of
+from deltanet_hf.fast.parts import FastNorm, Sum
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
@@ -79,7 +80,7 @@ def test_norms_of_every_family_are_the_same_to_the_bit(family: str) -> None:
     model = tiny_qwen3_5() if family == "qwen3_5" else tiny_mixture(family, mixture_table())
     norms = own_norms(model)
     assert norms
-    assert all(form_of(norm) is not None for norm in norms)
+    assert all(family_of(type(norm), NORM) is not None for norm in norms)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         norm: Any = copy.deepcopy(norms[0]).to(dtype)
         x = 3 * torch.randn(2, 1, norm.weight.numel(), dtype=dtype)
