@@ -336,6 +336,20 @@ def test_gradients_of_a_prompt(
 
 
 @pytest.mark.parametrize("form", ["torch", "triton"])
+def test_a_prompt_of_keys_far_from_zero(form: str) -> None:
+    """Their other form is so coarse that scores in it differ by hundreds from those of a query's own group; float32 has
+    steps of 0.0005 between such scores."""
+    q, k, v = (x.transpose(1, 2) for x in tokens(101, 64, torch.float32))
+    k[..., 5] += 400
+    seen = list(by_pytorch(pack_prompt)(k, v, 4)[1:])
+    by = by_triton if form == "triton" else by_pytorch
+    found = by(prompt_attention)(100 * q, k, v, *seen, 101, 0, 0.2)
+    wanted = straight_through(100 * q.double(), k.double(), v.double(), [x.double() for x in seen], 101, 0, None, 1)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).abs().max() < 1e-3 * other.abs().max()
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize("length", [1, 32, 65, 128])
 def test_a_prompt_with_padding(form: str, length: int, poisoned_memory: None) -> None:
     """As without it; the number of tokens is on the device. Of growing groups, those of the tokens come first, and

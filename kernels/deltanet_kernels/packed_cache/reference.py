@@ -147,7 +147,7 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     """
     q, k, v, *others, window, sinks, scale, softcap, edge = call
     length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    if window < length and by_flash(q, k, v, softcap) and not torch.compiler.is_compiling():
+    if by_flash(q, k, v, softcap) and not torch.compiler.is_compiling():
         q, k, v, keys, values = (x.to(wide) for x in (q, k, v, *others))
         o, lse = flash_attention(q, keys, values, window, sinks, scale, (k, v, GROUP), edge)
         return o.to(call.q.dtype), lse
