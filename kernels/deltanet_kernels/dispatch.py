@@ -1,8 +1,8 @@
 """An operator: the class of its calls, the check of a call, and its two forms, PyTorch and Triton.
 
-The `operators.py` of each folder declares its operators in this way. `Operator.unchecked` is the only place that
-chooses between the forms: PyTorch for CPU tensors, Triton for CUDA tensors. A CUDA call that the Triton form does not
-support runs in PyTorch, and a warning says so once with the reason.
+The `operators.py` of each folder declares its operators in this way. `Operator.unchecked` chooses between
+the forms: PyTorch for CPU tensors, Triton for CUDA tensors. A CUDA call that the Triton form does not support runs in
+PyTorch, and a warning says so once with the reason.
 """
 
 from __future__ import annotations

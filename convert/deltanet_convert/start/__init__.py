@@ -8,7 +8,7 @@ teacher's attention.
                         per channel as one per head, copied to all channels), by
     gate_fit.py         search and Adam through the rule itself, in the coordinates of
     components.py       the principal components of the layer's input, on
-    samples.py          the teacher's inputs and outputs;
+    samples.py          the teacher's inputs and outputs (of one layer: calibration.py);
     key_offset.py       chooses how far keys are centred,
     share_fit.py        begins the share of the state beside a window
     unfitted.py         kinds that are the teacher's attention, and mixers without a row

@@ -1,6 +1,7 @@
 """The caches of converted layers, as layers of transformers' `Cache`.
 
     protocol.py              what every layer of a cache says of itself, and how a kind is added
+    argument.py              the name under which transformers hands a cache over
     key_values.py            the same of transformers' own layers
     cache_layer.py           a layer's part of a cache, static or not, made by its first call
     state.py                 the tensors of one layer, and how many tokens it has seen

@@ -35,7 +35,9 @@ what the launches of a call share; `chunk.py` is the Triton form of the chunked 
                                                              chip
     the recurrent operator         recurrent.py              fused_recurrent_gated_delta_rule on CUDA, without
                                                              gradients
-    decoding step of a layer       step.py, step_kernels.py  CUDA; states up to 128 x 128, larger for one token
+    decoding step of a layer       step.py, step_kernels.py  CUDA; states up to 128 x 128, larger for one token; parts
+                                   step_inputs.py            of the kernels, their sizes (step_sizes.py) and the checks
+                                                             of a call (step_checks.py)
 
 `erase` of the public functions chooses the form of the erase term (reference.py). The kernels in hopper/ have the
 default form only; the others take the constants of `row_factors.erase_flags` and leave out what a form does not have.

@@ -16,6 +16,7 @@ what has been added to W_0, so that it begins at 0 and decays to W_0. Padding do
 
     file           computes
     -------------  ------------------------------------------------------------------------------------------------
+    chunk.py       the operator on whole sequences, by the following
     reference.py   the recurrence of both forms: the tests' ground truth, and decoding
     inner_norm.py  the layer norm, its gradient in closed form, and the outputs of `norm`
     linear.py      the chunk form of `linear`, differentiable
