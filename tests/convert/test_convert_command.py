@@ -85,6 +85,7 @@ def test_the_last_line_says_how_good_it_is_and_what_to_do(
     report = {"plan": plan, "held_out": {"kl": kl}, "teacher": {"model_type": model_type}}
     line = outlook(report, Path("a b"))
     assert line.startswith(begins)
+    assert ("Qwen2.5-Coder-0.5B" in line) == (command == "qwen2.5-coder-0.5b")
     assert f": deltanet-hf distill {command} 'student=a b' 'output=a b-trained' 'data." in line
     recipe, *overrides = shlex.split(line.partition("deltanet-hf distill ")[2])
     assert read_recipe(recipe, overrides).student == "a b"

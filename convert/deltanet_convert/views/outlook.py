@@ -22,6 +22,10 @@ WINDOWS = "smollm2-135m-windows", "9.9M tokens halved SmolLM2-135M's KL on texts
 WITH_STATES = "smollm2-135m", "98.3M tokens brought SmolLM2-135M with ten full-attention heads to 0.007"
 STATES = "smollm2-135m-10m", "9.9M tokens brought SmolLM2-135M to 0.26, with attention in every fourth layer to 0.16"
 ADDED = "smollm2-135m-10m stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
+QWEN = {  # of these recipes, what they did to their own model
+    "qwen2.5-coder-0.5b": "9.9M tokens brought Qwen2.5-Coder-0.5B to 0.02",
+    "qwen2.5-coder-1.5b": "9.9M tokens brought Qwen2.5-Coder-1.5B to 0.04",
+}
 
 
 def outlook(report: dict[str, Any], out: Path) -> str:
@@ -39,7 +43,8 @@ def outlook(report: dict[str, Any], out: Path) -> str:
     if (parameters := plan["teacher_parameters"]) > SMALL:
         _, space, override = recipe.partition(" ")  # an override of a stage that not every recipe has
         recipes = LARGER["qwen3"] if override else LARGER.get(report["teacher"]["model_type"], LARGER["qwen3"])
-        recipe = recipes[min(recipes, key=lambda size: abs(math.log(size / parameters)))] + space + override
+        nearest = recipes[min(recipes, key=lambda size: abs(math.log(size / parameters)))]
+        recipe, measured = nearest + space + override, QWEN.get(nearest, measured)
     folders = " ".join(shlex.quote(f"{key}={value}") for key, value in (("student", out), ("output", f"{out}-trained")))
     return (
         f"{near}. Training on a GPU ({measured}): deltanet-hf distill {recipe} {folders} 'data.decontaminate=[]' "
