@@ -3,8 +3,8 @@
     S_t = Diag(e^{g_t}) S_{t-1} + beta_t k_t (v_t - p_t^T Diag(e^{g_t}) S_{t-1})^T        o_t = scale * q_t^T S_t
 
 `reference.py` has the recurrence, `cpu.py` the chunked form in PyTorch, `chunk.py` and `recurrent.py` launch the Triton
-kernels; `config.py` holds the sizes that they are launched with. `operators.py` declares the operators, whose arguments are in
-`calls.py`.
+kernels; `config.py` holds the sizes that they are launched with. `operators.py` declares the operators, whose arguments
+are in `calls.py`.
 
     stage                          file                      when
     -----------------------------  ------------------------  ----------------------------------------------------------
