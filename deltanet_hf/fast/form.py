@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from deltanet_hf.fast.decoder import FastDecoder
 from deltanet_hf.fast.families import LAYER, NORM, family_of
@@ -158,6 +159,10 @@ def reasons(model: Any) -> Iterator[str]:
         yield "the weights are on several devices"
     for name, module in model.named_modules():
         yield from (f"{name or 'the model'}: {reason}" for reason in _in_module(module))
+    for module in {type(module): module for module in model.modules()}.values():
+        for kind in library_classes(module):
+            replaced = _replaced(kind, of_model=isinstance(module, PreTrainedModel))
+            yield from (f"{kind.__name__}.{name} is replaced" for name in replaced)
     if any(type(weight) is not nn.Parameter for weight in weights):
         yield "weights are sharded, or of another class than nn.Parameter"
 
@@ -188,9 +193,6 @@ def _in_module(module: nn.Module) -> Iterator[str]:
     from_peft = type(module).__module__.startswith("peft.") and hasattr(module, "active_adapters")
     if from_peft and not getattr(module, "merged", False):
         yield "its adapter is not merged"
-    for kind in library_classes(module):
-        if _comes_from_outside(vars(kind).get("forward")):
-            yield f"{kind.__name__}.forward is replaced"
     replaced = (name for name in held if isinstance(getattr(type(module), name, None), FunctionType))
     yield from (f"its method {name} is replaced" for name in replaced)
 
@@ -198,6 +200,14 @@ def _in_module(module: nn.Module) -> Iterator[str]:
 def library_classes(module: nn.Module) -> Iterator[type]:
     """The classes of torch and transformers that a module is of, whose methods others may replace for all modules."""
     return (kind for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "transformers.")))
+
+
+def _replaced(kind: type, of_model: bool) -> Iterator[str]:
+    """The methods of a library's class that come from elsewhere; of a model's, some of which do, `forward` alone."""
+    for name, method in vars(kind).items():
+        counts = name == "forward" or (not of_model and isinstance(method, FunctionType))
+        if counts and _comes_from_outside(method):
+            yield name
 
 
 def _comes_from_outside(method: Any) -> bool:

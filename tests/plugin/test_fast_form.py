@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama import modeling_llama
 
 from deltanet_hf.evaluation.baselines import switch_off_state
@@ -188,6 +189,16 @@ def test_a_method_of_a_class_may_be_replaced(name: str, monkeypatch: pytest.Monk
     model(TOKENS)
     assert len(calls) == 3 * sum(isinstance(module, kind) for module in model.modules())
     assert str(fast_form(model)).endswith(f"{name}.forward is replaced")
+    monkeypatch.undo()
+    assert isinstance(fast_form(model), FastDecoder)
+
+
+def test_any_method_of_a_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a whole model, whose class has methods that others than torch and transformers wrote."""
+    model = tiny_student("gemma3_text", window=3)
+    own = Gemma3RMSNorm._norm
+    monkeypatch.setattr(Gemma3RMSNorm, "_norm", lambda self, x: 2 * own(self, x))
+    assert fast_form(model) == "Gemma3RMSNorm._norm is replaced"
     monkeypatch.undo()
     assert isinstance(fast_form(model), FastDecoder)
 
