@@ -73,14 +73,17 @@ class LayerStep:
     device: torch.device
 
     def begin(self, index: int, calibration: Tensor) -> LayerWork:
-        """Loads layer `index` and advances `calibration`, the teacher's activations [n, T, hidden], in place."""
+        """Loads layer `index` and advances `calibration`, the teacher's activations [n, T, hidden], in place.
+
+        Where the student's keys have few bits, the teacher loses the biases that softmax does not see.
+        """
         layer: Any = self.stream.load_layer(index).to(self.device)
-        if LayerTable.of(self.student.config).cache_bits < 16:
+        table = LayerTable.of(self.student.config)
+        if table.cache_bits < 16:
             rotary, positions = self.stream.model.model.rotary_emb, self.student.config.max_position_embeddings
             drop_still_key_bias(layer.self_attn, rotary, positions)
         kwargs = moved(self.stream.layer_kwargs[index], self.device)
         new = self.student.model.layers[index].self_attn
-        table = LayerTable.of(self.student.config)
         converted, ordered = table[index] is not None, table.key_order
         changes = converted or index in getattr(self.student.config, INSERTED_QK_NORMS, ())
         inputs, _ = _advance(layer, calibration, kwargs, keep=changes or ordered)

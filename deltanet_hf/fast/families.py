@@ -1,4 +1,4 @@
-"""What the fast form knows of each family: the order of its norms, how they round, and which of its parts are plain.
+"""The families of the fast form: the order of their norms, how these round, and which of their parts are plain.
 
 A family's classes are named after it: `LlamaDecoderLayer`, `LlamaRMSNorm`, `LlamaMLP`, `LlamaAttention`. How to add
 one: append a row; what a row does not say is computed by the family's own module.

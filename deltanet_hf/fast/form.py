@@ -159,10 +159,11 @@ def reasons(model: Any) -> Iterator[str]:
         yield "the weights are on several devices"
     for name, module in model.named_modules():
         yield from (f"{name or 'the model'}: {reason}" for reason in _in_module(module))
-    for module in {type(module): module for module in model.modules()}.values():
-        for kind in library_classes(module):
-            replaced = _replaced(kind, of_model=isinstance(module, PreTrainedModel))
-            yield from (f"{kind.__name__}.{name} is replaced" for name in replaced)
+    kinds = (
+        (kind, isinstance(module, PreTrainedModel)) for module in model.modules() for kind in library_classes(module)
+    )
+    for kind, of_model in dict.fromkeys(kinds):
+        yield from (f"{kind.__name__}.{name} is replaced" for name in _replaced(kind, of_model))
     if any(type(weight) is not nn.Parameter for weight in weights):
         yield "weights are sharded, or of another class than nn.Parameter"
 

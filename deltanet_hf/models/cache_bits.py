@@ -27,7 +27,8 @@ BITS = (16, *PACKED_BITS, 3, 2)  # 3 and 2 are measured, but have no packed form
 def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """Let all softmax attention of a model, whole layers, single heads and windows, see its past in `bits` bits.
 
-    The configuration of a converted model says so from then on, and is saved with it.
+    The configuration of a converted model says so from then on, and is saved with it. With fewer than 16 bits, a
+    softmax model loses the biases of keys that softmax does not see (`still_key_bias.py`).
 
     Args:
         model: a converted or a softmax model, or a PEFT model around one; changed in place.

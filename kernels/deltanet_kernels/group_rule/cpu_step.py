@@ -55,7 +55,7 @@ def _step_by_indices(call: GroupStepCall, rows: Tensor) -> Tensor:
 
 
 def _read(call: GroupStepCall) -> Tensor:
-    """What the token reads from its state [B, 1, HQ, D], once the group that leaves is written into it, and its gates
+    """The token's reads from its state [B, 1, HQ, D], once the group that leaves is written into it, and its gates
     wait; float32, or float64 for float64 queries."""
     token, q = call.token, call.token.q
     cache, wide = token.cache, torch.promote_types(q.dtype, torch.float32)

@@ -272,7 +272,7 @@ def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 class Before(NamedTuple):
-    """What comes before the tokens of a part, and where its sequences are, as in `PackedPartCall`."""
+    """The cache and the tokens before those of a part, and where its sequences are, as in `PackedPartCall`."""
 
     cache: PackedKeyValues
     tokens: tuple[Tensor, Tensor]

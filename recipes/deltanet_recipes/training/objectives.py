@@ -241,4 +241,4 @@ class LayerBatch:
 
 
 Objective = AlignLoss | DistilLoss | LayerLoss
-"""What a trainer trains by."""
+"""A loss that a trainer minimises."""

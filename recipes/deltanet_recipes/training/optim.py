@@ -19,7 +19,7 @@ SMALL = 16  # inputs or outputs of a linear layer up to which its weight counts 
 BETAS = (0.9, 0.95)  # moment decays of AdamW
 MOMENTUM = 0.95  # of Muon
 TAUGHT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
-"""What a mixer has from the teacher, by first names in it."""
+"""Parts of a mixer that come from the teacher, by first names in it."""
 
 
 def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, Any]]:
