@@ -13,7 +13,7 @@ LABELS = {  # of the rows that are shown, in their order
     "teacher": "teacher",
     "teacher, YaRN": "teacher with YaRN",
     "teacher, YaRN, trained": "the same in 4 bits, trained",
-    "trained, as its teacher": "converted without `--context`, trained",
+    "converted, as it is": "converted without `--context`, before training",
     "converted, cut": "`--context 32k --positions cut`, 16 bits, before training",
     "converted, yarn": "`--context 32k`, before training",
     "trained, yarn": "the same, trained",
