@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltanet_hf.fast.mixer import FastDeltaRule
+from deltanet_hf.fast.mixer import FastDeltaRule, Fused
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
@@ -38,18 +38,12 @@ class FastDelayedRule(FastDeltaRule):
         branch, settings = mixer.window_branch, mixer.settings
         if branch is None or not branch.delayed or branch.cache_bits not in PACKED_BITS or not branch.groups:
             return False
-        if not isinstance(mixer, DeltaRule) or not mixer.is_gated_delta_rule or mixer.erase != "decayed":
+        if not isinstance(mixer, DeltaRule) or not mixer.has_operators or mixer.erase != "decayed":
             return False
         rule = (mixer.decays, mixer.strengths, settings.qk_activation, settings.v_activation, mixer.k_offset)
         return rule == ("by token", "sigmoid", "none", "none", None) and branch.learned_sinks is None
 
-    @property
-    def has_prompt(self) -> bool:
-        return True
-
-    @property
-    def has_step(self) -> bool:  # type: ignore[override]
-        return True
+    fused = Fused.STEP
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
