@@ -30,7 +30,7 @@ from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.packed_cache.arranged import ArrangedTokens
 from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
 from deltanet_kernels.packed_cache.layout import unpacked
-from deltanet_kernels.window.cpu import attention
+from deltanet_kernels.window.masked import attention
 
 if TYPE_CHECKING:
     from deltanet_hf.mixers.layer.window_branch import WindowBranch
