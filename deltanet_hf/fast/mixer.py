@@ -58,7 +58,7 @@ class FastMixer(Mixer):
 
     @cached_property
     def fused(self) -> Fused:
-        """Decided once for a form: what a further tensor in the state or another window needs is not passed by."""
+        """What kernels compute of the layer, decided once for a form."""
         branch = self.window_branch
         if self.conv1d is not None and self.settings.conv_on == "k":
             return Fused.NOTHING
