@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltanet_hf.fast.mixer import FastDeltaRule
+from deltanet_hf.fast.mixer import FastDeltaRule, Fused
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
+from deltanet_hf.mixers.layer.delayed_window import packed_rows
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, window_angles
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -21,11 +22,9 @@ from deltanet_kernels import (
     chunk_group_gated_delta_rule,
     group_gated_delta_step_,
     group_gates,
-    pack_prompt,
-    round_tokens,
 )
 from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
-from deltanet_kernels.packed_cache.calls import PackedStepCall, PackPromptCall, RoundTokensCall
+from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 
@@ -38,18 +37,12 @@ class FastDelayedRule(FastDeltaRule):
         branch, settings = mixer.window_branch, mixer.settings
         if branch is None or not branch.delayed or branch.cache_bits not in PACKED_BITS or not branch.groups:
             return False
-        if not isinstance(mixer, DeltaRule) or not mixer.is_gated_delta_rule or mixer.erase != "decayed":
+        if not isinstance(mixer, DeltaRule) or not mixer.has_operators or mixer.erase != "decayed":
             return False
         rule = (mixer.decays, mixer.strengths, settings.qk_activation, settings.v_activation, mixer.k_offset)
         return rule == ("by token", "sigmoid", "none", "none", None) and branch.learned_sinks is None
 
-    @property
-    def has_prompt(self) -> bool:
-        return True
-
-    @property
-    def has_step(self) -> bool:  # type: ignore[override]
-        return True
+    fused = Fused.STEP
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
@@ -71,9 +64,7 @@ class FastDelayedRule(FastDeltaRule):
         q, k, v = inputs.window_q, inputs.window_k, self.window_values(projected)
         assert q is not None
         assert k is not None
-        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        packing = PackPromptCall(k, v, branch.cache_bits, branch.groups, length, branch.cache_spec.key_order)
-        cache, *seen = pack_prompt.unchecked(packing)
+        k, v, seen, kept = packed_rows(branch, k, v, length)
         window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
 
         logits, hidden = self.step_gates(projected)[:4], branch.window - 1
@@ -90,8 +81,8 @@ class FastDelayedRule(FastDeltaRule):
         if not call.keep_state:
             return output, {}
         assert memory is not None
-        kept = dict(zip(NAMES, cache.tensors, strict=True)) | {f"gate_{i}": gate for i, gate in enumerate(waiting)}
-        return output, stored_memory(self, {"state": self.rounded(memory)}) | kept
+        gates = {f"gate_{i}": gate for i, gate in enumerate(waiting)}
+        return output, stored_memory(self, {"state": self.rounded(memory)}) | kept | gates
 
     def _step(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> Tensor:
         branch = self.window_branch

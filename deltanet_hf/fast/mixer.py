@@ -13,6 +13,8 @@ compute of a state of what has left a window.
 
 from __future__ import annotations
 
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,12 +34,18 @@ from deltanet_kernels.gated_delta_rule.operators import chunk_rule
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
 
 
+class Fused(Enum):
+    """The calls of a layer without padding for which there are kernels that compute all of it."""
+
+    NOTHING = "nothing"
+    PROMPT = "prompt"
+    STEP = "prompt and step"
+
+
 class FastMixer(Mixer):
     """Comes before the class of a mixer (`paired_class`), so that `super()` is the mixer's own."""
 
     merged: MergedProjection
-    has_step = False
-    """Whether a step changes its state in place and takes the `state_indices` of a server's cache."""
 
     @classmethod
     def of(cls, mixer: Mixer, may_move: bool) -> Any:
@@ -46,14 +54,22 @@ class FastMixer(Mixer):
 
     @property
     def takes_prompt_length(self) -> bool:  # type: ignore[override]
-        return self.has_prompt or self.delays
+        return self.fused is not Fused.NOTHING or self.delays
+
+    @cached_property
+    def fused(self) -> Fused:
+        """What kernels compute of the layer, decided once for a form."""
+        branch = self.window_branch
+        if self.conv1d is not None and self.settings.conv_on == "k":
+            return Fused.NOTHING
+        if branch is not None and (branch.learned_sinks is not None or branch.delayed):
+            return Fused.NOTHING
+        return Fused.PROMPT
 
     @property
-    def has_prompt(self) -> bool:
-        """Whether there are kernels for all of a prompt without padding."""
-        branch = self.window_branch
-        of_keys_alone = self.conv1d is not None and self.settings.conv_on == "k"
-        return not of_keys_alone and (branch is None or (branch.learned_sinks is None and not branch.delayed))
+    def has_step(self) -> bool:
+        """Whether a step changes its state in place and takes the `state_indices` of a server's cache."""
+        return self.fused is Fused.STEP
 
     def project(self, x: Tensor) -> Projected:
         outputs = iter(self.merged(x))
@@ -68,7 +84,7 @@ class FastMixer(Mixer):
         self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
     ) -> PromptInputs:
         """As in the base class, by one kernel."""
-        if not self.has_prompt or call.padding is not None or call.cu_seqlens is not None:
+        if self.fused is Fused.NOTHING or call.padding is not None or call.cu_seqlens is not None:
             return super().inputs(projected, position_embeddings, call)
         (q, k, v), branch, state, size = projected[1:4], self.window_branch, call.state, self.head_dim
         conv_weight = self.conv_weight
@@ -146,17 +162,18 @@ class FastDeltaRule(FastMixer, DeltaRule):
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
         """As in the base class; a first prompt goes to the operator without a check of its arguments."""
         further = call.state is not None or call.cu_seqlens is not None or call.q.shape[1] == 1
-        if further or not self.is_gated_delta_rule:
+        if further or not self.has_operators:
             return super().mix(call)
         g, beta = call.gates
         rule = RuleCall(call.q, call.k, call.v, g, beta, None, None, call.keep_state, True, erase=self.erase)
         output, new_state = chunk_rule.unchecked(rule)
         return output, stored(new_state, self.settings.state_dtype)
 
-    @property
-    def has_step(self) -> bool:  # type: ignore[override]
+    @cached_property
+    def fused(self) -> Fused:
         bits = 16 if self.window_branch is None else self.window_branch.cache_bits  # 3 and 2 have no packed form
-        return self.has_prompt and bits >= 4 and self.is_gated_delta_rule
+        whole = super().fused is Fused.PROMPT and bits >= 4 and self.has_operators
+        return Fused.STEP if whole else super().fused
 
     def steps(self, x: Tensor, call: LayerCall) -> bool:
         """Whether a call of x [B, T, ...] is a step that changes the state in place."""

@@ -63,6 +63,7 @@ class DeltaNet(DeltaRule):
     Settings: ClassVar[type[MixerProjections]] = DeltaNetSettings
     settings: DeltaNetSettings  # type: ignore[assignment]
     decays = "never"
+    is_gated_delta_rule = True
 
     def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay 0 and write strength beta, both [B, T, HV] float32; beta is 0 at padding."""
@@ -84,10 +85,6 @@ class DeltaNet(DeltaRule):
         if self.settings.normalised:
             shapes["key_sum"] = TensorShape((self.num_states, self.head_dim), torch.float32)
         return shapes
-
-    @property
-    def is_gated_delta_rule(self) -> bool:
-        return not self.settings.normalised
 
     def step_gates(self, projected: Projected) -> StepGates:
         b = closed(projected.b, None)

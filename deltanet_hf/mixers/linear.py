@@ -65,6 +65,7 @@ class Linear(DeltaRule):
     decays = "never"
     strengths = "one"
     erase = "off"
+    is_gated_delta_rule = True
 
     def add_gates(self) -> None:
         self.features = None
@@ -87,10 +88,6 @@ class Linear(DeltaRule):
         mapped = call._replace(q=q, k=k, v=F.pad(v, (0, 1), value=1.0))
         output, state = delta_rule(mapped, self.settings.state_dtype, unit_length=False, erase=self.erase)
         return (output[..., :-1] / output[..., -1:].clamp_min(TINY)).to(call.v.dtype), state
-
-    @property
-    def is_gated_delta_rule(self) -> bool:
-        return self.settings.feature_map == "none"
 
     def adapt_to(self, q: Tensor, k: Tensor) -> None:
         if self.features is not None:

@@ -7,10 +7,10 @@ from deltanet_kernels.channel_gates.operators import (
 from deltanet_kernels.channel_gates.reference import naive_channel_gated_delta_rule
 from deltanet_kernels.common.cumulative_sum import cumulative_sum
 from deltanet_kernels.deltaformer.solve import deltaformer_solve
+from deltanet_kernels.fla_functions import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from deltanet_kernels.flash_decoding.operators import decode_attention
 from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.operators import gated_delta_step_
-from deltanet_kernels.gated_delta_rule.public import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 from deltanet_kernels.group_rule.operators import (
     chunk_group_gated_delta_rule,

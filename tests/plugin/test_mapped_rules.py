@@ -11,7 +11,7 @@ from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.layer import MixCall, State
+from deltanet_hf.mixers.layer import MixCall, State, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, delta_rule
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.common.heads import l2_normalize
@@ -90,7 +90,28 @@ def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() 
         caches, form = (MixerCacheLayer(), MixerCacheLayer()), fast_mixer(layer, False)
         for x in (draw(1, 3, 32), draw(1, 1, 32)):
             torch.testing.assert_close(form(x, None, None, caches[0]), layer(x, None, None, caches[1]))
-        assert layer.is_gated_delta_rule == (sign == 1)
+        assert layer.has_operators == (sign == 1)
+
+
+@torch.no_grad()
+def test_a_further_tensor_in_the_state_survives_a_step_of_the_fast_form() -> None:
+    class Counting(GatedDeltaNet):
+        name = "counting"
+
+        def mix(self, call: MixCall) -> tuple[Tensor, State]:
+            output, state = super().mix(call)
+            before = 0 if call.state is None else call.state["tokens"]
+            return output, {**state, "tokens": before + output.new_full((len(output), 1), output.shape[1])}
+
+        def recurrent_shapes(self) -> dict[str, TensorShape]:
+            return {**super().recurrent_shapes(), "tokens": TensorShape((1,), torch.float32)}
+
+    layer = layer_of("gated_deltanet")
+    layer.__class__ = Counting
+    cache, form = MixerCacheLayer(), fast_mixer(layer, False)
+    for x in (draw(2, 3, 32), draw(2, 1, 32)):
+        form(x, None, None, cache)
+    assert cache.state["tokens"].tolist() == [[4.0], [4.0]]
 
 
 @pytest.mark.parametrize("name", ["gated_linear", "retention", "gla"])

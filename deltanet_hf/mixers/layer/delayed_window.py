@@ -11,6 +11,7 @@ Shapes: B batch, T tokens of the call, HQ and HK query and key/value heads, D he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.packed_cache.arranged import ArrangedTokens
 from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
 from deltanet_kernels.packed_cache.layout import unpacked
-from deltanet_kernels.window.cpu import attention
+from deltanet_kernels.window.masked import attention
 
 if TYPE_CHECKING:
     from deltanet_hf.mixers.layer.window_branch import WindowBranch
@@ -105,19 +106,24 @@ def _rows(
             sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
             state = sink_cache.state
         return Leaving(window_output, lse, k, v, None, state)
-    order = branch.cache_spec.key_order
     state = {}
     if call.keep_state:
-        k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-        rest = branch.cache_bits, branch.groups, call.prompt_length, order
-        prompt = PackPromptCall(k.detach(), v.detach(), *rest)
-        cache, *seen = pack_prompt.unchecked(prompt)
-        state = dict(zip(NAMES, cache.tensors, strict=True))
+        k, v, seen, state = packed_rows(branch, k, v, call.prompt_length)
     else:
-        k, v, seen = as_kept(k, v, branch.cache_bits, order)
+        k, v, seen = as_kept(k, v, branch.cache_bits, branch.cache_spec.key_order)
     window_output, lse = branch.attend_rounded(q, k, v, seen, turn)
     keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
     return Leaving(window_output, lse, keys, values, None, state)
+
+
+def packed_rows(
+    branch: WindowBranch, k: Tensor, v: Tensor, prompt_length: Tensor | None
+) -> tuple[Tensor, Tensor, Sequence[Tensor], State]:
+    """k and v [B, T, HK, D] of whole rows, rounded; both as later groups see them; and the cache in 8 or 4 bits."""
+    k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+    rest = branch.cache_bits, branch.groups, prompt_length, branch.cache_spec.key_order
+    cache, *seen = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
+    return k, v, seen, dict(zip(NAMES, cache.tensors, strict=True))
 
 
 def _packed_part(branch: WindowBranch, call: Further) -> Leaving:

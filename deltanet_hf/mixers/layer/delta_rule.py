@@ -68,6 +68,8 @@ class DeltaRule(Mixer):
     """by token: `decay` of a_proj(x); by channel: see `ChannelRule`; by head: a learned constant; never: g = 0."""
     strengths: ClassVar[Literal["sigmoid", "other", "one"]] = "sigmoid"
     """sigmoid: of b_proj(x); other: another function of projections of x; one: beta = 1."""
+    is_gated_delta_rule: ClassVar[bool] = False
+    """Whether `mix` is the gated delta rule of `gates` wherever the state is that of the base class."""
     a_proj: nn.Linear
     b_proj: nn.Linear
     decay: Any  # the part that gives the log decay
@@ -107,7 +109,7 @@ class DeltaRule(Mixer):
 
     def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
         """As in the base class, by an operator of its own for the rule of the module's docstring."""
-        if not self.is_gated_delta_rule or self.erase != "decayed":
+        if not self.has_operators or self.erase != "decayed":
             return super().mix_groups(call)
         g, beta = call.gates
         output, new_state = chunk_group_gated_delta_rule(
@@ -121,6 +123,11 @@ class DeltaRule(Mixer):
             use_qk_l2norm_in_kernel=True,
         )
         return output, stored(new_state, self.settings.state_dtype)
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether operators that know one state D x D compute `mix`: of groups and, in the fast form, of steps."""
+        return self.is_gated_delta_rule and self.recurrent_shapes() == DeltaRule.recurrent_shapes(self)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         return {"state": self.state_shape()}

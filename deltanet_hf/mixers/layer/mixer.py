@@ -183,14 +183,6 @@ class Mixer(LayerKind, nn.Module):
         """The recurrent state of one sequence."""
         raise NotImplementedError
 
-    @property
-    def is_gated_delta_rule(self) -> bool:
-        """Whether `mix` is the gated delta rule of `gates`.
-
-        The fast form then calls its operators directly, for a prompt and for a step.
-        """
-        return False
-
     def start_from_scratch(self, spread: float) -> None:
         """Give everything that the teacher does not have the start of a model trained from scratch.
 

@@ -40,7 +40,7 @@ from deltanet_kernels import window_attention
 from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.packed_cache.layout import SINKS
-from deltanet_kernels.window.cpu import attention
+from deltanet_kernels.window.masked import attention
 
 
 class ShareSlopes(Part):

@@ -17,6 +17,7 @@ are in `calls.py`.
     gradients of pairs of tokens   gradients_pairs.py        the same
     gradients of q, k, p, g, beta  gradients_inputs.py       the same
     recurrence, short inputs       recurrent.py              CUDA, without gradients
+    gates per channel or value     fine_gates.py             the recurrence called as flash-linear-attention's
 
 Glossary, for one state head and a chunk of C tokens with rows i and columns j; the rest is in the glossary of
 `gated_delta_rule`:

@@ -8,12 +8,11 @@ what the launches of a call share; `chunk.py` is the Triton form of the chunked 
 
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------
-    public functions               public.py                 any call, with the arguments of flash-linear-attention
-    operators                      operators.py              what public.py calls, and callers whose arguments need
+    public functions               ../fla_functions.py       any call, with the arguments of flash-linear-attention
+    operators                      operators.py              what they call, and callers whose arguments need
                                                              no check; PyTorch or Triton: ../dispatch.py
     recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
     calls in other dtypes, layouts drop_in.py                before the others, for calls that the kernels do not take
-    gates per channel              fine_gates.py             recurrence, before recurrent.py or channel_gates
     CPU, chunked                   cpu.py, cpu_forward.py,   CPU tensors, and CUDA calls that no kernel supports
                                    cpu_backward.py
     CPU, few tokens                cpu_recurrent.py          CPU tensors without gradients, at most 8 tokens

@@ -1,6 +1,6 @@
 """The operators of the gated delta rule: in chunks, by its recurrence, and one decoding step of a layer.
 
-`public.py` has the functions that make calls of the first two from the arguments of flash-linear-attention.
+`../fla_functions.py` has the functions that make calls of the first two from the arguments of flash-linear-attention.
 """
 
 # mypy: allow-untyped-defs

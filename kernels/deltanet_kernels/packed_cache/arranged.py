@@ -26,7 +26,7 @@ from deltanet_kernels.packed_cache.layout import (
     unpacked,
 )
 from deltanet_kernels.packed_cache.reference import known_lengths, torch_pack_prompt, torch_prompt_attention
-from deltanet_kernels.window.cpu import attention
+from deltanet_kernels.window.masked import attention
 
 MOST_SCORES = 2**24  # that a call holds at a time
 QUERIES = 256  # of a call at a time where windows end, at least: each such run reads a window more than its own places

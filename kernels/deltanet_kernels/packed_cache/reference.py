@@ -35,7 +35,8 @@ from deltanet_kernels.packed_cache.layout import (
     tokens_of,
     unpacked,
 )
-from deltanet_kernels.window.cpu import by_flash, flash_attention
+from deltanet_kernels.window.cpu import flash_attention
+from deltanet_kernels.window.masked import by_flash
 from deltanet_kernels.window.operators import window_attention
 
 

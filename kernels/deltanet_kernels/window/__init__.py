@@ -10,6 +10,7 @@ if j <= i and (i - j < window or j < sinks). Every kernel splits these pairs in 
     -------------  ------------------------------------------------------------------------------------------------
     reference.py   the definition, with a T x T mask; the tests' ground truth
     cpu.py         the blocked form in PyTorch: CPU tensors, and CUDA calls that no kernel supports
+    masked.py      attention under any mask in PyTorch, on any device
     forward.py     o and the log-sum-exp, tile by tile with an online softmax (FlashAttention, arXiv 2205.14135)
     gradients_q.py the gradient of q, and each query tile's part of the gradients of the sinks
     gradients_k.py the sum of those parts, and the gradients of k and v

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.window.calls import WindowCall
+from deltanet_kernels.window.masked import attention, by_flash, cpu_flash
 
 BLOCK = 16  # the least number of queries per block with gradients
 FLASH_BLOCK = 64  # queries per block of flash attention; 128 take a tenth longer with a window of 545
@@ -120,7 +121,7 @@ def flash_attention(
             x[:, low - first : low] = other[:, :first]
         keys, values = (x[:, low - first : far + size].transpose(1, 2) for x in held)
         mask = mask_of(first, begin - low, size, window, sinks - first, group, edge, q.dtype)
-        blocks.append(_flash(q[:, begin : begin + size], keys, values, mask, scale))
+        blocks.append(cpu_flash(q[:, begin : begin + size], keys, values, mask, scale))
     o, lse = (torch.cat(x, dim=1) for x in zip(*blocks, strict=True))
     return o, lse
 
@@ -136,55 +137,6 @@ def _block_mask(
     in_reach = (query // edge * edge - at < window) | (at < sinks - reach)
     seen = ((at >= query // group * group) == is_own) & (at <= query) & in_reach
     return torch.zeros((), dtype=dtype, device="cpu").where(F.pad(seen, (first, 0), value=True), -torch.inf)
-
-
-def attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention and its sums, in one dtype.
-
-    On CPUs by PyTorch's flash attention where it can: `scaled_dot_product_attention` keeps the sums to itself.
-
-    Args:
-        q: [B, T, HQ, D].
-        keys, values: [B, HK, S, D].
-        seen: whether a query sees a key, [B or 1, 1, T, S]; None for causal attention where flash attention serves.
-
-    Returns:
-        o [B, T, HQ, D] and lse [B, T, HQ].
-    """
-    if by_flash(q, keys, values, softcap):
-        return _flash(q, keys, values, None if seen is None else q.new_zeros(()).where(seen, -torch.inf), scale)
-    assert seen is not None
-    q = q.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [B, HK, G, T, D]
-    scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(*q.shape[:-1], -1) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.unsqueeze(-1)).exp()
-    o = (weights.flatten(2, 3) @ values).view(q.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return o, lse.permute(0, 3, 1, 2).flatten(2, 3)
-
-
-def _flash(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.transpose(1, 2), keys, values, is_causal=mask is None, attn_mask=mask, scale=scale
-    )
-    return o.transpose(1, 2), lse.transpose(1, 2)
-
-
-def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
-    """Whether PyTorch's flash attention serves a call: on a CPU, without capped scores and without gradients."""
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return q.device.type == "cpu" and softcap is None and not gradients and q.numel() > 0
 
 
 def _seen(

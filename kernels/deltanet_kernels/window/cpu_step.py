@@ -8,7 +8,7 @@ import torch
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.common.state_indices import on_copies
 from deltanet_kernels.window.calls import WindowStepCall
-from deltanet_kernels.window.cpu import attention
+from deltanet_kernels.window.masked import attention
 
 
 def torch_window_step_(call: WindowStepCall) -> tuple[torch.Tensor, torch.Tensor]:
