@@ -20,7 +20,7 @@ from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
 from deltanet_convert.storage.safetensors_folder import SINGLE_FILE
-from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.errors import UserError
 from deltanet_hf.loading import load_model
 from support.tiny_conversion import (
     PLAIN,
@@ -180,24 +180,10 @@ def test_devices_that_are_not_there_and_impossible_numbers_of_tokens_are_refused
 @pytest.mark.parametrize(("text", "remedy"), [("a", "give more text"), ("word " * 40, "or use at most 100")])
 def test_a_short_text_says_how_much_would_do(text: str, remedy: str) -> None:
     tokenizer = tiny_tokenizer()
-    with pytest.raises(UserError, match="too few .*" + remedy + "$"):
+    with pytest.raises(UserError, match=f"too few for --calibration-tokens 512 .*{remedy}$"):
         tokenise([text], tokenizer, 512, 0, "text.txt", 512)
     if remedy != "give more text":
         assert tokenise([text], tokenizer, 100, 0, "text.txt", 512).calibration.shape == (1, 100)
-
-
-def test_start_values_that_are_not_finite_end_with_one_line(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
-        figures = quick_start(attention, layer, *rest)
-        with torch.no_grad():
-            layer.a_proj.weight.fill_(float("nan"))
-        return figures
-
-    monkeypatch.setitem(START, "gated_deltanet", broken)
-    with pytest.raises(QualityError, match=r"layer 0: the start values of a_proj.weight are not finite"):
-        tiny_conversion(teacher, tmp_path / "out")
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -24,7 +24,7 @@ from deltanet_convert.storage.safetensors_folder import Checkpoint
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
 from deltanet_hf.version import install_command
-from support.command_line import typed
+from support.command_line import CommandLine
 from support.tiny_conversion import quick_start, tiny_conversion
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_teacher
@@ -251,10 +251,10 @@ def test_copy_is_removed_after_an_error(tmp_path: Path) -> None:
 
 
 def test_missing_package_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)  # importing it raises ModuleNotFoundError
-    assert typed(monkeypatch, "convert", tmp_path / "tiny.gguf", tmp_path / "out") == 2
-    assert capsys.readouterr().err == f"error: gguf is not installed; run {install_command('gguf')}\n"
+    assert cli("convert", tmp_path / "tiny.gguf", tmp_path / "out") == 2
+    assert cli.err == f"error: gguf is not installed; run {install_command('gguf')}\n"
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deltanet_convert.keep_option import file_selection, table_of
 from deltanet_convert.meta_model import meta_model
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.select import Selection, probes, read_selection
+from deltanet_convert.select import probes, read_selection
 from deltanet_convert.select.budget import USUAL_SHARE, Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
@@ -31,7 +31,7 @@ from deltanet_hf.models.factory import model_class
 from support.refusals import assert_refused
 from support.tiny_conversion import teacher_folder, tiny_job
 from support.tiny_models import teacher_config
-from support.tiny_selection import tiny_selection, tiny_task
+from support.tiny_selection import selection_file, tiny_selection, tiny_task
 
 THIRTY = Candidates(tuple((i,) for i in range(30)), (), None)
 
@@ -233,21 +233,10 @@ def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest
         _ = heads.layers
 
 
-GOOD: dict[str, Any] = {
-    "format": "deltanet-hf selection 1",
-    "teacher": "far",
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "unit": "layer",
-    "method": "forward",
-    "budget": "2",
-    "seed": 0,
-    "kept": [1, 2],
-    "order": [2, 1],
-}
+GOOD: dict[str, Any] = {"unit": "layer", "kept": [1, 2], "order": [2, 1]}
 
 
+EVERY_HEAD = [[layer, head] for layer in range(4) for head in range(2)]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"format": "deltanet-hf selection 9"}, "key 'format' is 'deltanet-hf selection 9'"),
     ({"kept": [1, 1]}, "key 'kept' lists a unit twice"),
@@ -273,26 +262,24 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 8}, "key 'num_hidden_layers' is 8, the teacher's is 4"),
     ({"num_key_value_heads": 4}, "key 'num_key_value_heads' is 4, the teacher's is 2"),
     ({"kept": [0, 1, 2, 3], "order": [0, 1, 2, 3]}, "keeps all 4 layers"),
+    ({"unit": "kv_head", "kept": [[0, 1, 2]]}, "key 'kept' holds [0, 1, 2], expected [layer, key/value head]"),
+    ({"unit": "kv_head", "kept": [[0, True]]}, "key 'kept' holds [0, True], expected [layer, key/value head]"),
+    ({"unit": "kv_head", "kept": EVERY_HEAD, "order": EVERY_HEAD}, "keeps all 8 heads"),
 ]
 
 
 def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "s.json"
-
     def read(change: dict[str, Any]) -> None:
-        file.write_text(json.dumps({**GOOD, **change}))
-        file_selection(str(file), teacher_config("llama"))
+        file_selection(selection_file(tmp_path, **{**GOOD, **change}), teacher_config("llama"))
 
-    one_line = rf"^[^\n]*{re.escape(str(file))}[^\n]*"
+    one_line = rf"^[^\n]*{re.escape(str(tmp_path / 'selection.json'))}[^\n]*"
     rows = [({"change": change}, UserError, rf"{one_line}{re.escape(message)}[^\n]*$") for change, message in WRONG]
     assert_refused(read, rows)
 
 
 def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "s.json"
-    file.write_text(json.dumps(GOOD))
+    file = Path(selection_file(tmp_path, **GOOD))
     found = read_selection(file)
-    assert isinstance(found, Selection)
     assert found.order == ((2,), (1,))
     assert file_selection(str(file), teacher_config("llama")) == found
     for broken in (b"{", b"\xff", b"[" * 100_000):

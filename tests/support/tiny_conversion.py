@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import string
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -51,15 +49,6 @@ def teacher_folder(path: Path, model_type: str, max_shard_size: str = "50MB", **
 def opened(folder: Path) -> Teacher:
     """The teacher in a folder."""
     return open_teacher(Source(folder.name, folder, None))
-
-
-def with_nan(teacher: Path, folder: Path, tensor: str) -> Path:
-    """A copy of a teacher in one file, whose first number of this tensor is NaN."""
-    shutil.copytree(teacher, folder)
-    weights = load_file(folder / "model.safetensors")
-    weights[tensor].view(-1)[0] = torch.nan
-    save_file(weights, folder / "model.safetensors")
-    return folder
 
 
 def digest(folder: Path) -> dict[str, str]:
