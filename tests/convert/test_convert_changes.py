@@ -12,13 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.options import ConvertOptions, changed_settings
-from deltanet_convert.start import START
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from support.command_line import CommandLine
 from support.refusals import assert_refused
-from support.tiny_conversion import PLAIN, TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
+from support.tiny_conversion import PLAIN, TOKENS, teacher_folder, text_file, tiny_conversion
 
 QWEN3_5 = GatedDeltaNet.default_settings("qwen3_5")
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -143,8 +142,8 @@ def test_further_steps_hardly_change_the_start(tmp_path: Path) -> None:
     assert reports[3]["held_out"]["perplexity"] == pytest.approx(reports[1]["held_out"]["perplexity"], rel=0.05)
 
 
-def test_changes_on_the_command_line(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+@pytest.mark.usefixtures("quick_fit")
+def test_changes_on_the_command_line(cli: CommandLine, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
     arguments = ["convert", teacher, tmp_path / "out", "--pure", "--text", text_file(tmp_path)]
     arguments += ["--calibration-tokens", TOKENS]

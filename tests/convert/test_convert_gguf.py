@@ -17,7 +17,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import START
 from deltanet_convert.storage import gguf_teacher
 from deltanet_convert.storage.gguf_teacher import GgufTeacher
 from deltanet_convert.storage.safetensors_folder import Checkpoint
@@ -25,13 +24,13 @@ from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
 from deltanet_hf.version import install_command
 from support.command_line import CommandLine
-from support.tiny_conversion import quick_start, tiny_conversion
+from support.tiny_conversion import tiny_conversion
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_teacher
 
 
-def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+@pytest.mark.usefixtures("quick_fit")
+def test_conversion_of_a_gguf_file(tmp_path: Path) -> None:
     kept = write_gguf(tmp_path / "tiny.gguf")
     report = tiny_conversion(tmp_path / "tiny.gguf", tmp_path / "out", dtype="float32", layers="keep:0")
     assert (report["teacher"]["name"], report["teacher"]["folder"]) == ("tiny.gguf", "../tiny.gguf")

@@ -26,7 +26,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.restrict import restrict_heads
 from support.blank_layers import layer_inputs
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import assert_resumes, quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import LAYERS, mixed_heads, tiny_teacher
 from support.tiny_selection import selection_file
 
@@ -41,10 +41,10 @@ def selection(folder: Path, model_type: str = "llama", kept: Any = KEPT) -> str:
     return selection_file(folder, model_type=model_type, kept=kept)
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt_oss"])
 @torch.no_grad()
-def test_families_convert_by_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_families_convert_by_heads(tmp_path: Path, family: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
     report = tiny_conversion(teacher, tmp_path / "out", layers=selection(tmp_path, family))
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -111,23 +111,10 @@ def test_other_heads_take_the_mixer(tmp_path: Path, mixer: str) -> None:
     assert "All weights are the teacher's" in card
 
 
-def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
-    teacher, file = teacher_folder(tmp_path / "teacher", "llama"), selection(tmp_path)
-    tiny_conversion(teacher, tmp_path / "whole", layers=file)
-
-    def stopped(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
-        if layer.layer_idx == 3:
-            raise KeyboardInterrupt
-        return start_mixed_heads(attention, layer, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(START, "mixed_heads", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            tiny_conversion(teacher, tmp_path / "resumed", layers=file)
-    tiny_conversion(teacher, tmp_path / "resumed", layers=file, resume=True)
-    for name in {found.name for found in (tmp_path / "whole").iterdir()}:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
+@pytest.mark.usefixtures("quick_fit")
+def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    assert_resumes(teacher, tmp_path, "mixed_heads", 3, layers=selection(tmp_path))
 
 
 def blank(family: str, *heads: str) -> MixedHeads:
@@ -177,8 +164,8 @@ def test_wrong_weights_of_any_branch_show_in_the_softmax_error(heads: tuple[str,
             weight.copy_(before)
 
 
+@pytest.mark.usefixtures("quick_fit")
 def test_a_conversion_with_wrong_rows_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
 
     def other_heads(attention: Any, narrow: Any, heads: Any) -> dict[str, torch.Tensor]:
         return narrow_weights(attention, narrow, [1 - head for head in heads])

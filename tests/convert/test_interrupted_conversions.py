@@ -16,15 +16,12 @@ from deltanet_hf.publish import Workspace
 from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion
 from support.tiny_selection import selection_file
 
+pytestmark = pytest.mark.usefixtures("quick_fit")
+
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return teacher_folder(tmp_path_factory.mktemp("teacher"), "llama", num_hidden_layers=2)
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
 
 
 class Stop(Exception):

@@ -29,16 +29,15 @@ from deltanet_convert.select.spending import SHORTEST, Spending
 from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
-from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 from support.far_model import FAR_HEAD, FAR_LAYER
-from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, Killed, selection_file, tiny_selection, tiny_task
 
-pytestmark = pytest.mark.usefixtures("short_selection")
+pytestmark = pytest.mark.usefixtures("short_selection", "quick_fit")
 
 BUDGET, AT = "14%@512", 512
 
@@ -55,10 +54,7 @@ STATES = "gated_deltanet+window"
 @pytest.mark.parametrize(
     ("mixer", "bits", "budget"), [("window", 16, "50%@512"), ("window", 4, BUDGET), (STATES, 4, BUDGET)]
 )
-def test_bytes_of_a_plan_are_bytes_of_the_cache(
-    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str, bits: int, budget: str
-) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, mixer: str, bits: int, budget: str) -> None:
     out = tmp_path / "s.json"
     found = tiny_selection(far, out, budget, mixer, cache_bits=bits)
     assert (FAR_LAYER, FAR_HEAD) in found.kept
