@@ -93,7 +93,6 @@ def test_the_readme_converts_trains_and_generates(
     write_gguf(tmp_path / "teacher.gguf")
     readme = README.read_text(encoding="utf-8")
     code = re.search(r"<!-- example: quickstart [^\n]*-->\n```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert code is not None
     example = code[1]
     recipe = write_recipe(tmp_path, recipe_tree(tmp_path, [ALIGN], data={"sources": []}))
     small = {

@@ -156,12 +156,7 @@ def test_json_is_all_that_stdout_holds(cli: CommandLine, teacher: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--keep", "layers:9"],
-        ["--shard-size", "many", "--pure"],
-        ["--text", "missing.txt", "--pure"],
-    ],
+    "arguments", [["--keep", "layers:9"], ["--shard-size", "many", "--pure"], ["--text", "missing.txt", "--pure"]]
 )
 def test_user_errors_are_one_line_and_exit_code_2(
     cli: CommandLine, teacher: Path, tmp_path: Path, arguments: list[str]

@@ -89,12 +89,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("family", "wrong"),
-    [
-        ("llama", "rows repeated"),
-        ("qwen2", "heads tiled"),
-        ("phi3", "rows repeated"),
-    ],
+    ("family", "wrong"), [("llama", "rows repeated"), ("qwen2", "heads tiled"), ("phi3", "rows repeated")]
 )
 def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: str) -> None:
     monkeypatch.setattr(copy_weights, "expand_heads", WRONG[wrong])

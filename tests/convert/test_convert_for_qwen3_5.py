@@ -24,11 +24,7 @@ from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, saved
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layers", "message"),
-    [
-        ("smollm3", "every:2", "kept layers"),
-        ("gemma2", "all", "family"),
-    ],
+    ("model_type", "layers", "message"), [("smollm3", "every:2", "kept layers"), ("gemma2", "all", "family")]
 )
 def test_what_could_not_be_exported_is_refused(model_type: str, layers: str, message: str, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", model_type)

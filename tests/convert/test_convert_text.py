@@ -11,13 +11,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from deltanet_convert.calibration_text import (
-    CHARS_PER_TOKEN,
-    CalibrationText,
-    read_text,
-    sequence_length,
-    tokenise,
-)
+from deltanet_convert.calibration_text import CHARS_PER_TOKEN, CalibrationText, read_text, sequence_length, tokenise
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import tiny_tokenizer

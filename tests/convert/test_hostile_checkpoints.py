@@ -179,10 +179,7 @@ WEIGHTS: Rows = [
     ),
     (weights(lambda tensors: tensors.pop(Q)), [SINGLE_FILE, Q, "is missing"]),
     (weights(lambda tensors: tensors.pop("lm_head.weight")), ["lm_head.weight", "tie_word_embeddings"]),
-    (
-        weights(lambda tensors: tensors.update({O_BIAS: torch.zeros(32)})),
-        [SINGLE_FILE, O_BIAS, "has no place"],
-    ),
+    (weights(lambda tensors: tensors.update({O_BIAS: torch.zeros(32)})), [SINGLE_FILE, O_BIAS, "has no place"]),
     (weights(lambda tensors: tensors.update({Q: tensors[Q][:16]})), [SINGLE_FILE, Q, "[16, 32]", "[32, 32]"]),
 ]
 

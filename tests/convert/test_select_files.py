@@ -59,8 +59,6 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
     sizes, shares = [], []
     for mixer in ("window", "gated_deltanet+window"):
         selection = shipped_selection(config, with_states=mixer != "window")
-        assert selection is not None
-        assert selection.planned_windows is not None
         table = table_of(ConvertOptions(mixer=mixer), selection, config)
         model = meta_model(model_class("llama"), converted_config(config, table), torch.bfloat16)
         sizes.append(stored_bytes(model, 2048, 4))
@@ -164,7 +162,6 @@ def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> No
         options: dict[str, Any] = {"mixer": "gated_deltanet+window", "cache_bits": bits}
         task = tiny_task(far, budget, **options)
         job = tiny_job(far, tmp_path / "out", layers="keep:2", **options)
-        assert task.sizes is not None
         assert task.sizes.total([(2,)], None) == sum(layer.cache_bytes(2000) for layer in job.plan.layers)
         assert task.sizes.teacher_bytes == 4 * 2 * 2 * 32 * 4 * 2000
         assert "positions end at 512" in task.notes[0]
@@ -175,7 +172,6 @@ def test_a_spread_of_layers_that_differ_in_size_fits_the_budget(tmp_path: Path) 
     teacher = teacher_folder(tmp_path / "teacher", "olmo3", sliding_window=2048, max_position_embeddings=16384)
     task = tiny_task(teacher, "60%@16k", mixer="gated_deltanet", cache_bits=16, method="uniform")
     assert task.spread == ((0,), (2,), (3,))
-    assert task.sizes is not None
     assert task.sizes.total(task.spread, None) <= task.options.keep.allowed(task.sizes)
 
 
@@ -216,7 +212,6 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
     softmax = [layer for layer, kind in enumerate(kinds) if kind == "softmax"]
     assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
     task = tiny_task(teacher, "60%@400", unit=unit, mixer="retention", cache_bits=16)
-    assert task.sizes is not None
     layers = tiny_job(teacher, tmp_path / "states", mixer="retention").plan.layers
     states = layers[1].cache_bytes(400) + layers[3].cache_bytes(400)
     assert task.sizes.total((), None) - states == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4

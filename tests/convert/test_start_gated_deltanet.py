@@ -14,8 +14,7 @@ pytestmark = pytest.mark.usefixtures("short_fit")
 
 
 @pytest.mark.parametrize(
-    ("model_type", "profile"),
-    [(family, ("qwen3_5", "faithful")[number % 2]) for number, family in enumerate(FAMILIES)],
+    ("model_type", "profile"), [(family, ("qwen3_5", "faithful")[number % 2]) for number, family in enumerate(FAMILIES)]
 )
 @torch.no_grad()
 def test_keeps_the_teachers_attention_and_fits_its_output(model_type: str, profile: str) -> None:

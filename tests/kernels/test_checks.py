@@ -20,12 +20,7 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.checks import check_delta_rule
 from support.refusals import assert_refused
 
-FORMS = [
-    chunk_gated_delta_rule,
-    fused_recurrent_gated_delta_rule,
-    torch_chunk_gated_delta_rule,
-    naive_gated_delta_rule,
-]
+FORMS = [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule, naive_gated_delta_rule]
 
 
 def delta_rule_inputs() -> dict[str, Any]:

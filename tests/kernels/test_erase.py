@@ -9,13 +9,7 @@ from deltanet_kernels import (
     naive_gated_delta_rule,
     torch_chunk_gated_delta_rule,
 )
-from tests.kernels.cases import (
-    Case,
-    assert_close,
-    make_inputs,
-    results,
-    truth,
-)
+from tests.kernels.cases import Case, assert_close, make_inputs, results, truth
 
 
 def test_recurrence_is_the_formula() -> None:

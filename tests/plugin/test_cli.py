@@ -284,10 +284,7 @@ def without_table(folder: Path) -> None:
 DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
     (cut("model.safetensors", 5000), "the model cannot be loaded (Error while deserializing header"),
     (cut("model.safetensors", 0), "the model cannot be loaded"),
-    (
-        without("model.layers.1.self_attn.q_proj.weight"),
-        "lack 1 tensors of the model, such as 'model.layers.1.self",
-    ),
+    (without("model.layers.1.self_attn.q_proj.weight"), "lack 1 tensors of the model, such as 'model.layers.1.self"),
     (without_table, "config.json cannot be loaded (deltanet: missing key"),
     (cut("config.json", 10), "config.json cannot be loaded"),
     (cut("tokenizer.json", 10), "its tokenizer cannot be loaded"),
