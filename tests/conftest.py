@@ -23,6 +23,8 @@ from triton.language import core
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
+from support.command_line import CommandLine
+
 # Processes that run side by side share the cores; with two threads each they mostly wait for one another.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
@@ -53,6 +55,12 @@ def _compiled_from_the_start() -> Iterator[None]:
     trace_rules.get_torch_obj_rule_map()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command `deltanet-hf`."""
+    return CommandLine(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -173,7 +173,6 @@ def test_what_a_page_names_exists(page: Path) -> None:
 def test_the_rule_in_pytorch_is_the_operator() -> None:
     """The loop over tokens of docs/gated-deltanet.md gives what the operator gives in chunks."""
     match = RULE.search((ROOT / "docs/gated-deltanet.md").read_text(encoding="utf-8"))
-    assert match is not None
     place: dict[str, Any] = {}
     exec(compile(match[1], "docs/gated-deltanet.md", "exec"), place)
     assert len([line for line in match[1].splitlines() if line]) <= 31
@@ -190,7 +189,6 @@ def test_the_examples_of_the_operators_run() -> None:
     torch.manual_seed(0)
     place: dict[str, Any] = {}
     for operator, example in sections.items():
-        assert example is not None
         assert f"import {operator}\n" in example[2]
         assert "assert_close(" in example[2]
         exec(compile(example[2], f"docs/kernels.md: {operator}", "exec"), place)
@@ -226,7 +224,6 @@ def test_what_the_api_page_names_exists() -> None:
 def relu_attention(monkeypatch: pytest.MonkeyPatch) -> type[Mixer]:
     """The mixer of docs/contributing.md, registered."""
     match = EXAMPLE.search((ROOT / "docs/contributing.md").read_text(encoding="utf-8"))
-    assert match is not None
     assert max(map(len, match[1].splitlines())) <= 120  # as `ruff check` wants it of a copy
     module = types.ModuleType("relu_attention_example")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -21,7 +21,7 @@ from deltanet_convert.start import START
 from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.mixers import MIXERS
 from deltanet_recipes.training.logbook import read_log
-from support.command_line import typed
+from support.command_line import CommandLine
 from support.tiny_conversion import quick_start, teacher_folder
 from support.tiny_gguf import write_gguf
 from support.tiny_run import ALIGN, make_text, recipe_tree, write_recipe
@@ -58,7 +58,7 @@ def teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("script", [*sorted(FOLDER.glob("*.sh")), README], ids=lambda script: script.name)
 def test_the_commands_of_a_script_run(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     """With a tiny teacher, text and tasks of this machine in the place of the Hub's, and `SMALL`.
 
@@ -76,9 +76,9 @@ def test_the_commands_of_a_script_run(
     commands = []
     for line in command_lines(f"```sh\n{text.replace(name, 'teacher').replace('arc_easy,sciq', 'demo_cloze')}```"):
         command, *arguments = shlex.split(line, comments=True)[1:]
-        assert typed(monkeypatch, command, *arguments, *SMALL[command]) == 0, line
+        assert cli(command, *arguments, *SMALL[command]) == 0, line
         commands.append(command)
-        assert ("|demo_cloze" in capsys.readouterr().out) == (command == "eval")
+        assert ("|demo_cloze" in cli.out) == (command == "eval")
     assert {"convert", "distill", "generate"} <= set(commands)
     (recipe,) = tmp_path.rglob("final/recipe.json")
     trained = {row["stage"] for row in read_log(recipe.parents[1]) if "loss" in row}
@@ -93,7 +93,6 @@ def test_the_readme_converts_trains_and_generates(
     write_gguf(tmp_path / "teacher.gguf")
     readme = README.read_text(encoding="utf-8")
     code = re.search(r"<!-- example: quickstart [^\n]*-->\n```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert code is not None
     example = code[1]
     recipe = write_recipe(tmp_path, recipe_tree(tmp_path, [ALIGN], data={"sources": []}))
     small = {

@@ -11,8 +11,9 @@ import pytest
 from deltanet_convert import output_files
 from deltanet_convert.select import objectives, probes, run
 from deltanet_convert.select.probe_text import FORMATS
-from deltanet_convert.start import gate_fit
+from deltanet_convert.start import START, gate_fit
 from support.far_model import far_folder
+from support.tiny_conversion import quick_start
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +54,9 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fit, "STEPS", 6)
     monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
     monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+
+
+@pytest.fixture
+def quick_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start values of Gated DeltaNet without a fit."""
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)

@@ -12,13 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.options import ConvertOptions, changed_settings
-from deltanet_convert.start import START
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from support.command_line import typed
+from support.command_line import CommandLine
 from support.refusals import assert_refused
-from support.tiny_conversion import PLAIN, TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
+from support.tiny_conversion import PLAIN, TOKENS, teacher_folder, text_file, tiny_conversion
 
 QWEN3_5 = GatedDeltaNet.default_settings("qwen3_5")
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -143,18 +142,16 @@ def test_further_steps_hardly_change_the_start(tmp_path: Path) -> None:
     assert reports[3]["held_out"]["perplexity"] == pytest.approx(reports[1]["held_out"]["perplexity"], rel=0.05)
 
 
-def test_changes_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+@pytest.mark.usefixtures("quick_fit")
+def test_changes_on_the_command_line(cli: CommandLine, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
     arguments = ["convert", teacher, tmp_path / "out", "--pure", "--text", text_file(tmp_path)]
     arguments += ["--calibration-tokens", TOKENS]
     changes = ["--set", "rope=false", "--set", "conv_size=4"]
-    assert typed(monkeypatch, *arguments, "--profile", "qwen3_5", *changes) == 2
-    assert "--profile qwen3_5 fixes the settings" in capsys.readouterr().err
-    assert typed(monkeypatch, *arguments, *changes) == 0
+    assert cli(*arguments, "--profile", "qwen3_5", *changes) == 2
+    assert "--profile qwen3_5 fixes the settings" in cli.err
+    assert cli(*arguments, *changes) == 0
     wiring = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["kinds"]["linear"]
     assert (wiring["rope"], wiring["conv_size"]) == (False, 4)
-    assert typed(monkeypatch, *arguments, *changes, "--resume") == 0  # finished already, with the same options
-    assert typed(monkeypatch, *arguments, "--set", "rope=false", "--resume") == 2
+    assert cli(*arguments, *changes, "--resume") == 0  # finished already, with the same options
+    assert cli(*arguments, "--set", "rope=false", "--resume") == 2

@@ -18,7 +18,7 @@ from deltanet_convert.views import conversion_progress
 from deltanet_convert.views.outlook import outlook
 from deltanet_hf.version import install_command
 from deltanet_recipes.config import read_recipe
-from support.command_line import typed
+from support.command_line import CommandLine
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 
@@ -29,14 +29,10 @@ def teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
 
 
-def test_conversion(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversion(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
     text = text_file(tmp_path)
-    code = typed(
-        monkeypatch, "convert", teacher, tmp_path / "out", "--pure", "--text", text, "--calibration-tokens", TOKENS
-    )
-    printed = capsys.readouterr().out
+    code = cli("convert", teacher, tmp_path / "out", "--pure", "--text", text, "--calibration-tokens", TOKENS)
+    printed = cli.out
     assert code == 0
     assert "Gated DeltaNet" in printed
     assert "perplexity" in printed
@@ -128,93 +124,72 @@ def test_the_time_that_is_left_is_that_of_the_layers_to_be_fitted(monkeypatch: p
     assert lines(1, 2) == ["", "", "0:00:20 left", "0:00:10 left", "", ""]  # nothing is known of the run before
 
 
-def test_default_text_is_announced(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert typed(monkeypatch, "convert", teacher, tmp_path / "out", "--pure", "--calibration-tokens", TOKENS) == 0
-    assert "text shipped with deltanet-hf" in capsys.readouterr().out
+def test_default_text_is_announced(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
+    assert cli("convert", teacher, tmp_path / "out", "--pure", "--calibration-tokens", TOKENS) == 0
+    assert "text shipped with deltanet-hf" in cli.out
     assert "shipped" in json.loads((tmp_path / "out" / "conversion.json").read_text())["text"]["source"]
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_the_plan_and_writes_nothing(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
-    assert typed(monkeypatch, "convert", teacher, tmp_path / "out", "--dry-run", "--keep", "every:2") == 0
-    printed = capsys.readouterr().out
+    assert cli("convert", teacher, tmp_path / "out", "--dry-run", "--keep", "every:2") == 0
+    printed = cli.out
     assert "stays softmax" in printed
     assert re.search(r"│ +128 │", printed)  # the teacher's positions
     assert "1,024" not in printed
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_settings_are_listed_without_a_teacher(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_listed_without_a_teacher(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert typed(monkeypatch, "convert", "--set", "help") == 0
-    assert re.search(r"^allow_neg_eigval +true, false +write strengths up to 2", capsys.readouterr().out, re.MULTILINE)
+    assert cli("convert", "--set", "help") == 0
+    assert re.search(r"^allow_neg_eigval +true, false +write strengths up to 2", cli.out, re.MULTILINE)
 
 
-def test_json_is_all_that_stdout_holds(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert typed(monkeypatch, "convert", teacher, tmp_path / "out", "--pure", "--dry-run", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["converted_layers"] == [0, 1]
+def test_json_is_all_that_stdout_holds(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
+    assert cli("convert", teacher, tmp_path / "out", "--pure", "--dry-run", "--json") == 0
+    assert json.loads(cli.out)["converted_layers"] == [0, 1]
     text = text_file(tmp_path)
     arguments = ["--pure", "--json", "--text", text, "--calibration-tokens", 128]
-    assert typed(monkeypatch, "convert", teacher, tmp_path / "out", *arguments) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert cli("convert", teacher, tmp_path / "out", *arguments) == 0
+    assert json.loads(cli.out) == json.loads((tmp_path / "out" / "conversion.json").read_text())
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--keep", "layers:9"],
-        ["--shard-size", "many", "--pure"],
-        ["--text", "missing.txt", "--pure"],
-    ],
+    "arguments", [["--keep", "layers:9"], ["--shard-size", "many", "--pure"], ["--text", "missing.txt", "--pure"]]
 )
 def test_user_errors_are_one_line_and_exit_code_2(
-    teacher: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
+    cli: CommandLine, teacher: Path, tmp_path: Path, arguments: list[str]
 ) -> None:
-    assert typed(monkeypatch, "convert", teacher, tmp_path / "out", *arguments) == 2
-    error = capsys.readouterr().err.strip()
+    assert cli("convert", teacher, tmp_path / "out", *arguments) == 2
+    error = cli.err.strip()
     assert error.startswith("error: ")
     assert arguments[0] in error
     assert "\n" not in error
     assert [file.name for file in tmp_path.iterdir() if file.name != "teacher"] == []
 
 
-def test_teacher_without_tokenizer_is_exit_code_2(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_teacher_without_tokenizer_is_exit_code_2(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (teacher / name).unlink()
-    assert typed(monkeypatch, "convert", teacher, tmp_path / "out", "--pure") == 2
-    assert "tokenizer" in capsys.readouterr().err
+    assert cli("convert", teacher, tmp_path / "out", "--pure") == 2
+    assert "tokenizer" in cli.err
 
 
 def test_failed_verification_is_exit_code_1(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = lambda rows, head_dim, times: rows.repeat_interleave(times, dim=0)  # noqa: E731
     monkeypatch.setattr(copy_weights, "expand_heads", wrong)
     text = text_file(tmp_path)
-    code = typed(
-        monkeypatch, "convert", teacher, tmp_path / "out", "--pure", "--text", text, "--calibration-tokens", TOKENS
-    )
+    code = cli("convert", teacher, tmp_path / "out", "--pure", "--text", text, "--calibration-tokens", TOKENS)
     assert code == 1
-    assert "softmax attention with the expanded weights" in capsys.readouterr().err
+    assert "softmax attention with the expanded weights" in cli.err
     assert not (tmp_path / "out").exists()
 
 
 def test_interruption_is_exit_code_130_and_resumable(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
@@ -222,16 +197,16 @@ def test_interruption_is_exit_code_130_and_resumable(
     arguments = [teacher, tmp_path / "out", "--pure", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
     with monkeypatch.context() as patch:
         patch.setitem(START, "gated_deltanet", interrupt)
-        assert typed(monkeypatch, "convert", *arguments) == 130
-    assert "Interrupted. The same command with --resume" in capsys.readouterr().out
-    assert typed(monkeypatch, "convert", *arguments, "--resume") == 0
+        assert cli("convert", *arguments) == 130
+    assert "Interrupted. The same command with --resume" in cli.out
+    assert cli("convert", *arguments, "--resume") == 0
 
 
 def test_parquet_without_its_package_names_the_extra(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # importing it raises ModuleNotFoundError
-    assert typed(monkeypatch, "convert", teacher, tmp_path / "out", "--pure", "--text", tmp_path / "text.parquet") == 2
-    assert capsys.readouterr().err == f"error: pyarrow is not installed; run {install_command('train')}\n"
+    assert cli("convert", teacher, tmp_path / "out", "--pure", "--text", tmp_path / "text.parquet") == 2
+    assert cli.err == f"error: pyarrow is not installed; run {install_command('train')}\n"
     assert not (tmp_path / "out").exists()

@@ -22,7 +22,7 @@ from deltanet_hf import loading
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import main
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
-from support.tiny_conversion import TOKENS, opened, quick_start, teacher_folder, text_file, tiny_conversion, tiny_job
+from support.tiny_conversion import TOKENS, opened, quick_start, teacher_folder, text_file, tiny_job
 from support.tiny_selection import QUICK
 
 AUTO: dict[str, Any] = {"layers": "auto", "mixer": "gated_deltanet+window"}
@@ -202,28 +202,6 @@ def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
         monkeypatch.setitem(for_convert.SHAPES, file, {**known, key: other})
         with pytest.raises(ValueError, match="measured"):
             chosen("other")
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_resumed_conversion_does_not_select_again(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {**AUTO, "layers": "auto:1"}
-    done: list[int] = []
-
-    def dies(*args: Any, **kwargs: Any) -> Any:
-        done.append(1)
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        return quick_start(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(START, "gated_deltanet", dies)
-        with pytest.raises(KeyboardInterrupt):
-            tiny_conversion(far, tmp_path / "out", **options)
-    monkeypatch.setattr(for_convert, "run_selection", None)
-    report = tiny_conversion(far, tmp_path / "out", **options, resume=True)
-    assert report["selection"]["kept"] == [FAR_LAYER]
-    assert tiny_conversion(far, tmp_path / "out", **options, resume=True) == report
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
 def test_a_teacher_that_cannot_be_measured_is_refused_with_what_convert_can_do(tmp_path: Path) -> None:

@@ -8,18 +8,9 @@ import pytest
 
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
-from deltanet_hf.errors import UserError
-from support.tiny_conversion import teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import teacher_folder, tiny_conversion
 
 LEFT_OUT = ("window", "mixed_heads")  # nothing is fitted; come of a selection
-
-
-def test_a_device_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", "llama")
-    for name in ("cuda:99", "gpu"):
-        with pytest.raises(UserError, match=f"--device: '{name}' cannot be used here"):
-            tiny_job(teacher, tmp_path / "out", device=name)
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_device_does_not_decide_what_an_interrupted_conversion_makes() -> None:

@@ -16,9 +16,11 @@ from deltanet_convert.start import START, copy_weights
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.models.families import FAMILIES
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
+from support.tiny_conversion import teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
 from support.tiny_models import LAYERS
 
+pytestmark = pytest.mark.usefixtures("quick_fit")
+FITTED = START["gated_deltanet"]
 PROFILES = ("faithful", "qwen3_5")
 CASES = {(family, PROFILES[number % 2], "all") for number, family in enumerate(FAMILIES)}
 # Qwen2 in every combination, because an export needs norms in one of them; hybrids of some others.
@@ -42,10 +44,7 @@ def held_out_check(teacher: Path, model: Any, ids: torch.Tensor) -> dict[str, An
 
 
 @pytest.mark.parametrize(("family", "profile", "layers"), sorted(CASES))
-def test_converted_model_is_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, profile: str, layers: str
-) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_converted_model_is_what_was_measured(tmp_path: Path, family: str, profile: str, layers: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
     job = tiny_job(teacher, tmp_path / "out", profile=profile, layers=layers)
     report = tiny_conversion(teacher, tmp_path / "out", profile=profile, layers=layers)
@@ -90,15 +89,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("family", "wrong"),
-    [
-        ("llama", "rows repeated"),
-        ("qwen2", "heads tiled"),
-        ("phi3", "rows repeated"),
-    ],
+    ("family", "wrong"), [("llama", "rows repeated"), ("qwen2", "heads tiled"), ("phi3", "rows repeated")]
 )
 def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: str) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     monkeypatch.setattr(copy_weights, "expand_heads", WRONG[wrong])
     teacher = teacher_folder(tmp_path / "teacher", family)
     with pytest.raises(QualityError, match="layer 0: softmax attention"):
@@ -108,35 +101,24 @@ def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_fitted_start_is_better_than_an_arbitrary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
-    fitted = tiny_conversion(teacher, tmp_path / "fitted")
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     arbitrary = tiny_conversion(teacher, tmp_path / "arbitrary")
+    monkeypatch.setitem(START, "gated_deltanet", FITTED)
+    fitted = tiny_conversion(teacher, tmp_path / "fitted")
     for good, bad in zip(fitted["layers"], arbitrary["layers"], strict=True):
         assert good["relative_mse"] < 0.8 * bad["relative_mse"]
 
 
 @pytest.mark.usefixtures("real_plot")
-def test_output_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_output_folder_is_complete(tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3")
     (teacher / "chat_template.jinja").write_text("{{ messages }}")
     (teacher / "LICENSE").write_text("terms")
     (teacher / "README.md").write_text("---\nlicense: apache-2.0\n---\n# teacher\n")
     report = tiny_conversion(teacher, tmp_path / "out", shard_size=60_000)
     names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert names >= {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "LICENSE",
-        "README.md",
-        "conversion.json",
-        "layer_errors.png",
-        "deltanet_shim.py",
-        "model.safetensors.index.json",
-    }
+    wanted = "README.md LICENSE config.json generation_config.json tokenizer.json tokenizer_config.json conversion.json"
+    wanted += " chat_template.jinja layer_errors.png deltanet_shim.py model.safetensors.index.json"
+    assert names >= set(wanted.split())
     assert sum(name.endswith(".safetensors") for name in names) > 1
     assert not any(name.endswith(".tmp") for name in names)
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
@@ -152,8 +134,7 @@ def test_output_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_measured_in_the_dtype_that_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_measured_in_the_dtype_that_is_stored(tmp_path: Path, dtype: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama")
     job = tiny_job(teacher, tmp_path / "out", dtype=dtype)
     report = tiny_conversion(teacher, tmp_path / "out", dtype=dtype)
@@ -164,8 +145,7 @@ def test_measured_in_the_dtype_that_is_stored(tmp_path: Path, monkeypatch: pytes
     assert report["held_out"] == held_out_check(teacher, model, texts_of(job).held_out)
 
 
-def test_untied_output_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_untied_output_head(tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", tie_word_embeddings=False)
     report = tiny_conversion(teacher, tmp_path / "out")
     assert report["teacher"]["tied_embeddings"] is False

@@ -16,20 +16,15 @@ from typer.testing import CliRunner
 from deltanet_convert.convert_command import convert_command
 from deltanet_convert.export.export_command import export_command
 from deltanet_convert.export.import_command import import_command
-from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import build_app
 from support.float64 import assert_same_function
-from support.tiny_conversion import quick_start, teacher_folder, text_file
+from support.tiny_conversion import teacher_folder, text_file
 from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, saved
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layers", "message"),
-    [
-        ("smollm3", "every:2", "kept layers"),
-        ("gemma2", "all", "family"),
-    ],
+    ("model_type", "layers", "message"), [("smollm3", "every:2", "kept layers"), ("gemma2", "all", "family")]
 )
 def test_what_could_not_be_exported_is_refused(model_type: str, layers: str, message: str, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", model_type)
@@ -38,6 +33,7 @@ def test_what_could_not_be_exported_is_refused(model_type: str, layers: str, mes
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
 
 
+pytestmark = pytest.mark.usefixtures("quick_fit")
 HYBRIDS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "head_dim": 16},
     "mistral": {"sliding_window": None},
@@ -47,9 +43,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("model_type", "dtype"), zip(HYBRIDS, ("float32", "bfloat16", "bfloat16"), strict=True))
 def test_hybrids_without_norms_get_them(
-    model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_type: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", model_type, **HYBRIDS[model_type])
     options: dict[str, Any] = {"text": text_file(tmp_path), "calibration_tokens": 256, "dtype": dtype}
     convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", **options)
@@ -99,8 +94,7 @@ def test_uneven_layers_are_said_to_cost_more(tmp_path: Path, capsys: pytest.Capt
     assert "idle" not in capsys.readouterr().out
 
 
-def test_norms_are_inserted_for_qwen3_5_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_norms_are_inserted_for_qwen3_5_only(tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"])
     options: dict[str, Any] = {"text": text_file(tmp_path), "calibration_tokens": 256, "layers": "every:2"}
     options["mixer"] = "gated_deltanet"

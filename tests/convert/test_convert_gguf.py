@@ -13,25 +13,23 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import START
 from deltanet_convert.storage import gguf_teacher
 from deltanet_convert.storage.gguf_teacher import GgufTeacher
 from deltanet_convert.storage.safetensors_folder import Checkpoint
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
 from deltanet_hf.version import install_command
-from support.command_line import typed
-from support.tiny_conversion import quick_start, tiny_conversion
-from support.tiny_gguf import write_gguf
+from support.command_line import CommandLine
+from support.tiny_conversion import tiny_conversion
+from support.tiny_gguf import TOKENS, begun, finish, write_gguf
 from support.tiny_models import tiny_teacher
 
 
-def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+@pytest.mark.usefixtures("quick_fit")
+def test_conversion_of_a_gguf_file(tmp_path: Path) -> None:
     kept = write_gguf(tmp_path / "tiny.gguf")
     report = tiny_conversion(tmp_path / "tiny.gguf", tmp_path / "out", dtype="float32", layers="keep:0")
     assert (report["teacher"]["name"], report["teacher"]["folder"]) == ("tiny.gguf", "../tiny.gguf")
@@ -47,7 +45,6 @@ def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12", "123"]
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 GEMMA = {"layer_types": None, "tie_word_embeddings": True}
 # Architectures whose tensors llama.cpp stores in different ways, and options of the family in transformers.
@@ -75,26 +72,14 @@ def write_family(path: Path, label: str, leave_out: str = "", add: str = "") -> 
     architecture = label.split(",")[0]
     model = tiny_teacher(family, **{**SIZES, **changes, "head_dim": HEAD_DIMS.get(family, 16)})
     config: Any = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(64)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(TOKENS))
+    heads = config.num_attention_heads, config.num_key_value_heads
+    writer = begun(
+        path, architecture, config.num_hidden_layers, config.hidden_size, config.intermediate_size, heads, context=64
+    )
     writer.add_key_length(getattr(config, "head_dim", 16))
     writer.add_value_length(getattr(config, "head_dim", 16))
-    writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
     writer.add_token_scores([0.0] * len(TOKENS))  # transformers 5.17 needs them for Gemma, and a first token's id
-    writer.add_token_merges(["1 2", "12 3"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -120,10 +105,7 @@ def write_family(path: Path, label: str, leave_out: str = "", add: str = "") -> 
             writer.add_tensor(stored, quantised, raw_dtype=as_type)
     if add:
         writer.add_tensor(add, np.ones(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def test_texts_begin_as_the_file_says(tmp_path: Path) -> None:
@@ -251,10 +233,10 @@ def test_copy_is_removed_after_an_error(tmp_path: Path) -> None:
 
 
 def test_missing_package_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)  # importing it raises ModuleNotFoundError
-    assert typed(monkeypatch, "convert", tmp_path / "tiny.gguf", tmp_path / "out") == 2
-    assert capsys.readouterr().err == f"error: gguf is not installed; run {install_command('gguf')}\n"
+    assert cli("convert", tmp_path / "tiny.gguf", tmp_path / "out") == 2
+    assert cli.err == f"error: gguf is not installed; run {install_command('gguf')}\n"
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]

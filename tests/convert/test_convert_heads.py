@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.restrict import restrict_heads
 from support.blank_layers import layer_inputs
-from support.refusals import assert_refused
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import assert_resumes, quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import LAYERS, mixed_heads, tiny_teacher
+from support.tiny_selection import selection_file
 
 KEPT = [[0, 1], [1, 0], [1, 1], [3, 1]]  # layer 1 whole, layer 2 not at all
 WANTED = ("heads_1", "softmax", "linear", "heads_1")
@@ -37,32 +36,15 @@ start_mixed_heads = START["mixed_heads"]
 IDS = torch.randint(4, 60, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-def selection(folder: Path, family: str = "llama", kept: Any = KEPT, **changes: Any) -> str:
-    """Writes a selection of heads for the family's tiny teacher."""
-    value = {
-        "format": "deltanet-hf selection 1",
-        "teacher": "tiny",
-        "model_type": family,
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": 2,
-        "unit": "kv_head",
-        "method": "forward",
-        "budget": "4",
-        "seed": 0,
-        "kept": kept,
-        "order": kept,
-        "scores": {},
-        **changes,
-    }
-    file = folder / "selection.json"
-    file.write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
-    return str(file)
+def selection(folder: Path, model_type: str = "llama", kept: Any = KEPT) -> str:
+    """A selection of heads for the family's tiny teacher."""
+    return selection_file(folder, model_type=model_type, kept=kept)
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt_oss"])
 @torch.no_grad()
-def test_families_convert_by_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_families_convert_by_heads(tmp_path: Path, family: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
     report = tiny_conversion(teacher, tmp_path / "out", layers=selection(tmp_path, family))
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -129,23 +111,10 @@ def test_other_heads_take_the_mixer(tmp_path: Path, mixer: str) -> None:
     assert "All weights are the teacher's" in card
 
 
-def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
-    teacher, file = teacher_folder(tmp_path / "teacher", "llama"), selection(tmp_path)
-    tiny_conversion(teacher, tmp_path / "whole", layers=file)
-
-    def stopped(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
-        if layer.layer_idx == 3:
-            raise KeyboardInterrupt
-        return start_mixed_heads(attention, layer, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(START, "mixed_heads", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            tiny_conversion(teacher, tmp_path / "resumed", layers=file)
-    tiny_conversion(teacher, tmp_path / "resumed", layers=file, resume=True)
-    for name in {found.name for found in (tmp_path / "whole").iterdir()}:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
+@pytest.mark.usefixtures("quick_fit")
+def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    assert_resumes(teacher, tmp_path, "mixed_heads", 3, layers=selection(tmp_path))
 
 
 def blank(family: str, *heads: str) -> MixedHeads:
@@ -195,8 +164,8 @@ def test_wrong_weights_of_any_branch_show_in_the_softmax_error(heads: tuple[str,
             weight.copy_(before)
 
 
+@pytest.mark.usefixtures("quick_fit")
 def test_a_conversion_with_wrong_rows_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
 
     def other_heads(attention: Any, narrow: Any, heads: Any) -> dict[str, torch.Tensor]:
         return narrow_weights(attention, narrow, [1 - head for head in heads])
@@ -240,34 +209,6 @@ def test_layers_that_keep_as_many_heads_share_a_row(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     print_plan(tiny_job(teacher, tmp_path / "a", layers=selection(tmp_path, kept=kept)).plan, console)
     assert re.findall(r"│ (\S+) +│ mixed heads", console.export_text()) == ["0-3"]
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"num_hidden_layers": 30}, "key 'num_hidden_layers' is 30, the teacher's is 4"),
-    ({"num_key_value_heads": 3}, "key 'num_key_value_heads' is 3, the teacher's is 2"),
-    ({"model_type": "qwen3"}, "key 'model_type' is 'qwen3', the teacher's is 'llama'"),
-    ({"model_type": None}, "key 'model_type' is None, expected a JSON string"),
-    ({"kept": []}, "key 'kept' lists nothing"),
-    ({"kept": None}, "key 'kept' is None, expected a JSON list"),
-    ({"kept": [3, 7]}, r"key 'kept' holds 3, expected \[layer, key/value head\]"),
-    ({"kept": [[0, 1, 2]]}, "key 'kept' holds"),
-    ({"kept": [[0, True]]}, "key 'kept' holds"),
-    ({"kept": [[0, 2]]}, r"key 'kept' holds \[0, 2\], which the model does not have"),
-    ({"kept": [[-1, 0]]}, "which the model does not have"),
-    ({"kept": [[0, 1], [0, 1]]}, "lists a unit twice"),
-    ({"kept": [[layer, head] for layer in range(4) for head in range(2)]}, "keeps all 8 heads"),
-]
-
-
-def test_selections_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", "llama")
-
-    def read(changes: dict[str, Any]) -> None:
-        prepare(str(teacher), tmp_path / "out", ConvertOptions(layers=selection(tmp_path, **changes)))
-
-    file = re.escape(str(tmp_path / "selection.json"))
-    assert_refused(read, [({"changes": changes}, UserError, f"{file}.*{message}") for changes, message in WRONG])
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_have_mixed_heads_is_refused(tmp_path: Path) -> None:

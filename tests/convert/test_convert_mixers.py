@@ -24,7 +24,7 @@ from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from support.registry import rows
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from support.tiny_conversion import assert_resumes, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
 
 IDS = torch.randint(4, 60, (2, 80), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
@@ -153,25 +153,8 @@ def check_result(folder: Path, report: dict[str, Any], converted: list[int], mix
 
 
 @mixers_in_full
-def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=3)
-    tiny_conversion(teacher, tmp_path / "whole", mixer=mixer)
-    rule = start_rule(mixer)
-
-    def stopped(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
-        if layer.layer_idx == 1:
-            raise KeyboardInterrupt
-        return rule(attention, layer, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(START, mixer, stopped)
-        with pytest.raises(KeyboardInterrupt):
-            tiny_conversion(teacher, tmp_path / "resumed", mixer=mixer)
-    tiny_conversion(teacher, tmp_path / "resumed", mixer=mixer, resume=True)
-    names = {file.name for file in (tmp_path / "whole").iterdir()}
-    assert names == {file.name for file in (tmp_path / "resumed").iterdir()}
-    for name in names:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
+def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, mixer: str) -> None:
+    assert_resumes(teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=3), tmp_path, mixer, 1, mixer=mixer)
 
 
 def test_every_mixer_has_a_start_rule() -> None:
@@ -251,6 +234,7 @@ def test_heads_of_one_layer_cannot_be_of_a_kind_that_stays_quadratic() -> None:
         ConvertOptions(mixer="fox").head_table(2, 2, {(0, 1)})
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
     ("training", "wanted", "not_wanted"),
     [
@@ -258,10 +242,7 @@ def test_heads_of_one_layer_cannot_be_of_a_kind_that_stays_quadratic() -> None:
         (False, "Its settings are those that are better without training", "brings it nearer"),
     ],
 )
-def test_card_says_whether_to_distil(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, wanted: str, not_wanted: str
-) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_card_says_whether_to_distil(tmp_path: Path, training: bool, wanted: str, not_wanted: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
     tiny_conversion(teacher, tmp_path / "out", training=training)
     card = (tmp_path / "out" / "README.md").read_text()

@@ -159,7 +159,6 @@ def test_bfloat16_norms_keep_every_bit(tmp_path: Path) -> None:
 def test_powers_of_two_move_only_where_bits_would_be_lost() -> None:
     weight = torch.tensor([0.2, -0.7, 0.5, 1.3, 2.7, 0.0]).bfloat16()
     factors = fold_factors(weight, torch.bfloat16)
-    assert factors is not None
     assert factors.tolist() == [4.0, -1.0, 1.0, 1.0, 1.0, 1.0]
     assert loses_bits(weight, torch.bfloat16).tolist() == [True, True, False, False, False, False]
     assert torch.equal(centre(weight * factors, torch.bfloat16).float() + 1, weight.float() * factors)

@@ -13,12 +13,11 @@ from deltanet_convert import output_files, teacher_model
 from deltanet_convert.activations import Activations
 from deltanet_convert.export import stream_export
 from deltanet_convert.export.stream_export import write_export
-from deltanet_convert.start import START
 from deltanet_convert.storage.shard_writer import ShardWriter
 from deltanet_hf.errors import UserError
 from deltanet_hf.journal import Journal
 from support.file_limit import limit_during
-from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion, tiny_tokenizer
+from support.tiny_conversion import digest, teacher_folder, tiny_conversion, tiny_tokenizer
 from support.tiny_export import EVERY_OTHER, exportable_model, planned, saved
 
 # The function that writes, the largest size of its files meanwhile, and the calls that go well before.
@@ -62,8 +61,8 @@ def interrupt(
     run(True)
 
 
+@pytest.mark.usefixtures("quick_fit")
 def test_conversions_survive_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
     out = tmp_path / "out"
     interrupt(CONVERSION, out, lambda resume: tiny_conversion(teacher, out, resume=resume), monkeypatch)

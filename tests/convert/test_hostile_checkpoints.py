@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltanet_convert.job import prepare
+from deltanet_convert.options import ConvertOptions
 from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint, all_finite
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
@@ -46,15 +48,18 @@ Rows = Iterable[tuple[Change, Sequence[str]]]
 
 
 def assert_all_refused(teacher: Path, folder: Path, rows: Rows) -> None:
-    """Assert that a copy of `teacher` with each change is refused in one line that has these parts."""
+    """Assert that a copy of `teacher` with each change is refused in one line with these parts, and nothing made."""
     for number, (change, parts) in enumerate(rows):
         copy = Path(shutil.copytree(teacher, folder / str(number) / "teacher"))
         change(copy)
+        before = sorted(folder.rglob("*"))
         with pytest.raises(UserError) as caught:
-            opened(copy)
+            prepare(str(copy), folder / "out", ConvertOptions())
         message = str(caught.value)
         assert all(part in message for part in parts), (parts, message)
         assert "\n" not in message
+        assert len(message) < 1000
+        assert sorted(folder.rglob("*")) == before
 
 
 def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Change:
@@ -68,6 +73,10 @@ def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Change:
 
 def config(**keys: Any) -> Change:
     return edited("config.json", lambda values: values.update(keys))
+
+
+def rope(**keys: Any) -> Change:
+    return config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **keys})
 
 
 def written(name: str, text: str) -> Change:
@@ -92,14 +101,22 @@ def truncated(keep: int) -> Change:
     return lambda folder: (folder / SINGLE_FILE).write_bytes((folder / SINGLE_FILE).read_bytes()[:keep])
 
 
-def misshapen_header(folder: Path) -> None:
+def header(change: Callable[[dict[str, Any]], Any]) -> Change:
     """Changes the header of a safetensors file and leaves the data unchanged."""
-    raw = (folder / SINGLE_FILE).read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    header[Q].update(shape=[1, 1])
-    body = json.dumps(header).encode()
-    (folder / SINGLE_FILE).write_bytes(len(body).to_bytes(8, "little") + body + raw[8 + length :])
+
+    def edit(folder: Path) -> None:
+        raw = (folder / SINGLE_FILE).read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        value = json.loads(raw[8 : 8 + length])
+        change(value)
+        body = json.dumps(value).encode()
+        (folder / SINGLE_FILE).write_bytes(len(body).to_bytes(8, "little") + body + raw[8 + length :])
+
+    return edit
+
+
+def renamed(name: str) -> Change:
+    return header(lambda entries: entries.update({name: entries.pop(Q)}))
 
 
 def moved_out(folder: Path) -> None:
@@ -107,6 +124,11 @@ def moved_out(folder: Path) -> None:
     shard = min(folder.glob("*.safetensors"))
     shutil.move(shard, folder.parent / "elsewhere.safetensors")
     shard.symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def looping(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / SINGLE_FILE).symlink_to(SINGLE_FILE)
 
 
 def pickled(suffix: str) -> Change:
@@ -134,8 +156,17 @@ def test_the_undamaged_teachers_open(single: Path, good_shards: Path) -> None:
 O_BIAS = "model.layers.0.self_attn.o_proj.bias"
 WEIGHTS: Rows = [
     *((truncated(keep), [f"teacher/{SINGLE_FILE}", "cannot be read", "download"]) for keep in (0, -1)),
-    (misshapen_header, [f"teacher/{SINGLE_FILE}", "cannot be read", "download"]),
-    (weights(lambda tensors: tensors.update({"two\nlines": tensors.pop(Q)})), [SINGLE_FILE, Q, "is missing"]),
+    *(
+        (header(change), [f"teacher/{SINGLE_FILE}", "cannot be read", "download"])
+        for change in (
+            lambda entries: entries[Q].update(shape=[1, 1]),
+            lambda entries: entries[Q].update(dtype=["F32"]),
+            lambda entries: entries.update(__metadata__=[]),
+        )
+    ),
+    (renamed("\udcff"), [SINGLE_FILE, "cannot be read"]),
+    *((renamed(name), [SINGLE_FILE, Q, "is missing"]) for name in ("a\nb", "model.layers." + "9" * 5000 + ".x")),
+    (looping, [SINGLE_FILE, "cannot be opened"]),
     (
         weights(lambda tensors: tensors.update({"two\nlines": tensors[Q].clone()})),
         [SINGLE_FILE, r"two\nlines", "has no place"],
@@ -148,10 +179,7 @@ WEIGHTS: Rows = [
     ),
     (weights(lambda tensors: tensors.pop(Q)), [SINGLE_FILE, Q, "is missing"]),
     (weights(lambda tensors: tensors.pop("lm_head.weight")), ["lm_head.weight", "tie_word_embeddings"]),
-    (
-        weights(lambda tensors: tensors.update({O_BIAS: torch.zeros(32)})),
-        [SINGLE_FILE, O_BIAS, "has no place"],
-    ),
+    (weights(lambda tensors: tensors.update({O_BIAS: torch.zeros(32)})), [SINGLE_FILE, O_BIAS, "has no place"]),
     (weights(lambda tensors: tensors.update({Q: tensors[Q][:16]})), [SINGLE_FILE, Q, "[16, 32]", "[32, 32]"]),
 ]
 
@@ -160,7 +188,7 @@ def test_damaged_weights(good: Path, tmp_path: Path) -> None:
     assert_all_refused(good, tmp_path, WEIGHTS)
 
 
-def test_damaged_shards(good_shards: Path, tmp_path: Path) -> None:
+def test_damaged_shards(good: Path, good_shards: Path, tmp_path: Path) -> None:
     first, second = sorted(file.name for file in good_shards.glob("*.safetensors"))[:2]
     shutil.copy(good_shards / first, tmp_path / "outside.safetensors")
     away = ("../../outside.safetensors", "/etc/outside.safetensors", "a/../../../outside.safetensors")
@@ -180,8 +208,12 @@ def test_damaged_shards(good_shards: Path, tmp_path: Path) -> None:
         (in_two_shards, [second, next(iter(load_file(good_shards / first))), first]),
     ]
     assert_all_refused(good_shards, tmp_path, rows)
+    sharded = [("a" * 5000 + ".safetensors", "cannot be opened"), ("\udcff.safetensors", "index.json")]
+    rows = [(written(INDEX_FILE, json.dumps({"weight_map": {Q: name}})), [said]) for name, said in sharded]
+    assert_all_refused(good, tmp_path / "single", rows)
 
 
+BANANA = '{"cache_implementation": "banana"}'
 CONFIGS: Rows = [
     (config(num_hidden_layers=3), ["num_hidden_layers is 3", "2 layers"]),
     (config(num_hidden_layers=1), ["num_hidden_layers is 1", "2 layers"]),
@@ -197,6 +229,19 @@ CONFIGS: Rows = [
     (config(quantization_config={"quant_method": "gptq"}), ["config.json", "quantised"]),
     (config(architectures=["Qwen2ForSequenceClassification"]), ["config.json", "Qwen2ForSequenceClassification"]),
     (config(model_type=None), ["config.json", "model_type"]),
+    (config(deltanet={"kinds": {}}), ["key 'deltanet' belongs to converted models"]),
+    (config(rms_norm_eps=float("nan")), ["key 'rms_norm_eps' is nan"]),
+    (config(rms_norm_eps=-1e-6), ["key 'rms_norm_eps' is -1e-06"]),
+    (config(initializer_range=float("inf")), ["initializer_range"]),
+    (config(hidden_size=10**400), ["config.json"]),
+    (config(max_position_embeddings=0), ["key 'max_position_embeddings' is 0"]),
+    (rope(rope_theta=-1.0), ["key 'rope_parameters.rope_theta' is -1.0"]),
+    (rope(rope_theta=float("nan")), ["key 'rope_parameters.rope_theta' is nan"]),
+    (rope(rope_type="linear", factor=-2.0), ["key 'rope_parameters.factor' is -2.0"]),
+    *(
+        (written("generation_config.json", text), ["generation_config.json", said])
+        for text, said in (("{", ""), ("[]", ""), ('{"max_new_tokens": "many"}', ""), (BANANA, "banana"))
+    ),
     *((written("config.json", text), ["teacher/config.json"]) for text in ("", "{", "[]", "\xff")),
     *((config(model_type=name), [name, *FAMILIES]) for name in ("gpt2", "qwen2_moe", "no_such_type")),
     *(

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from deltanet_convert.convert_command import convert_command
-from deltanet_convert.start import START
 from deltanet_convert.storage.saved_tokenizer import load_tokenizer
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_convert.teacher_model import open_teacher
@@ -21,7 +20,7 @@ from deltanet_hf.generate import load_for_inference
 from deltanet_hf.hub import INDEX_FILE, SINGLE_FILE
 from deltanet_hf.inside import MARKER
 from deltanet_recipes.training.model_pair import load_student
-from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion
+from support.tiny_conversion import opened, teacher_folder, tiny_conversion
 
 SECRET = "secret of this machine"
 EVIL = "raise SystemExit('code of the folder ran')"
@@ -142,10 +141,10 @@ def test_files_of_the_machine_that_saved_a_tokenizer_are_ignored(teacher: Path) 
     assert load_tokenizer(teacher)("mice")["input_ids"] == before
 
 
+@pytest.mark.usefixtures("quick_fit")
 def test_code_of_a_teacher_is_neither_run_nor_named_in_the_result(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     monkeypatch.setattr("builtins.input", lambda *args: "y")  # the answer to transformers' question
     (teacher / "evil.py").write_text(EVIL)
     edit(teacher / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "somebody/else--evil.Evil"]})

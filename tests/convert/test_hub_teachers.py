@@ -15,7 +15,7 @@ from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import SINGLE_FILE
 from deltanet_hf.publish import Workspace
-from support.command_line import typed
+from support.command_line import CommandLine
 from support.local_hub import LocalHub, environment, local_hub
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 
@@ -93,18 +93,13 @@ def test_a_new_process_with_the_address_of_the_hub(hub: LocalHub, teacher: Path,
 
 @pytest.mark.parametrize("command", ["convert", "select", "export", "generate"])
 def test_every_command_ends_with_one_line(
-    hub: LocalHub,
-    teacher: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    command: str,
+    cli: CommandLine, hub: LocalHub, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     hub.add(REPO, teacher).refused = (403, "GatedRepo", "you are not in the authorized list")
     options = {"convert": [tmp_path / "out"], "generate": ["--prompt", "x"]}.get(command, [])
     monkeypatch.chdir(tmp_path)
-    assert typed(monkeypatch, command, REPO, *options) == 2
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert cli(command, REPO, *options) == 2
+    errors = [line for line in cli.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "accept its terms at" in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
@@ -112,20 +107,15 @@ def test_every_command_ends_with_one_line(
 
 @pytest.mark.parametrize("command", ["convert", "select", "export"])
 def test_revision_on_the_command_line(
-    hub: LocalHub,
-    teacher: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    command: str,
+    cli: CommandLine, hub: LocalHub, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     repository = hub.add(REPO, teacher)
     repository.commit({**hub.files(REPO), SINGLE_FILE: b"", "config.json": b"{}"}, "v2")
     options = {"convert": [tmp_path / "out"], "export": ["--check"]}.get(command, [])
     monkeypatch.chdir(tmp_path)
-    assert typed(monkeypatch, command, REPO, "--revision", "v3", *options) == 2
-    assert "not this revision" in capfd.readouterr().err
-    assert typed(monkeypatch, command, REPO, "--revision", "v2", *options) == 2
-    assert repository.refs["v2"] in capfd.readouterr().err  # the message names a file of that commit
-    assert typed(monkeypatch, command, teacher, "--revision", "main", *options) == 2
-    assert "only hub ids have revisions" in capfd.readouterr().err
+    assert cli(command, REPO, "--revision", "v3", *options) == 2
+    assert "not this revision" in cli.err
+    assert cli(command, REPO, "--revision", "v2", *options) == 2
+    assert repository.refs["v2"] in cli.err  # the message names a file of that commit
+    assert cli(command, teacher, "--revision", "main", *options) == 2
+    assert "only hub ids have revisions" in cli.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,21 +10,18 @@ from typing import Any
 
 import pytest
 
-from deltanet_convert.select import Selection
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.publish import Workspace
-from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion, with_nan
+from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion
+from support.tiny_selection import selection_file
+
+pytestmark = pytest.mark.usefixtures("quick_fit")
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return teacher_folder(tmp_path_factory.mktemp("teacher"), "llama", num_hidden_layers=2)
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
 
 
 class Stop(Exception):
@@ -101,19 +97,16 @@ def test_other_inputs_cannot_resume(teacher: Path, interrupted: Path, tmp_path: 
 
 def test_another_planned_window_cannot_resume(teacher: Path, tmp_path: Path) -> None:
     """The same file of `select` with another window: no weight depends on it, but the figures of layers do."""
-    file, out = tmp_path / "selection.json", tmp_path / "out"
+    out = tmp_path / "out"
 
     def plan(window: int) -> dict[str, Any]:
-        facts: dict[str, Any] = {"teacher": "tiny", "model_type": "llama", "unit": "layer", "method": "forward"}
-        facts |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "seed": 0, "budget": "16%@128", "kept": ((1,),)}
-        chosen = Selection(**facts, order=((1,),), scores={}, settings={}, planned_windows=(window,) * 2)
-        file.write_text(json.dumps(chosen.to_json()))
-        return {"layers": str(file), "mixer": "window"}
+        keys: dict[str, Any] = {"num_hidden_layers": 2, "unit": "layer", "kept": [1], "planned_windows": [window] * 2}
+        return {"layers": selection_file(tmp_path, **keys), "mixer": "window"}
 
     stopped(teacher, out, **plan(33))
     with pytest.raises(UserError, match=r"another options\.table\.kinds\.local_33 \(\{.*'window': 33.*, now None\)"):
         tiny_conversion(teacher, out, **plan(65), resume=True)
-    assert tiny_conversion(teacher, out, **plan(33), resume=True)["options"]["keep"] == str(file)
+    assert tiny_conversion(teacher, out, **plan(33), resume=True)["options"]["keep"] == str(tmp_path / "selection.json")
 
 
 def test_damaged_activations_are_reported(teacher: Path, interrupted: Path) -> None:
@@ -208,10 +201,3 @@ def test_read_only_target(teacher: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("support.tiny_conversion.text_file", lambda folder: text)
     with pytest.raises(UserError, match="cannot be written"):
         tiny_conversion(teacher, tmp_path / "out")
-
-
-def test_bad_weight_found_on_the_way_leaves_a_clear_error(teacher: Path, tmp_path: Path) -> None:
-    bad = with_nan(teacher, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(UserError, match=r"model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' holds NaN"):
-        tiny_conversion(bad, tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from deltanet_convert.start.gate_fit import GateFit, search_memory
 from deltanet_convert.start.key_offset import SHARES, choose_key_offset, mean_keys
 from deltanet_convert.start.samples import Samples
 from deltanet_hf.models.families import FAMILIES
-from support.blank_layers import blank_layer, layer_inputs
+from support.blank_layers import blank_layer, layer_inputs, relative_mse, started
 from support.tiny_conversion import teacher_folder, tiny_conversion
 from support.tiny_models import tiny_teacher
 
@@ -68,9 +68,7 @@ def test_the_offset_is_a_share_of_the_mean_key(model_type: str, changes: dict[st
     centred = centred_keys(layer, states, kwargs)
     assert centred.mean((0, 1)).abs().max() < 1e-5 * centred.abs().max()
     layer.k_offset.weight.copy_(offset)
-    want = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
-    got, _ = layer(states, **kwargs)
-    error = float((got - want).square().sum() / want.square().sum())
+    error = relative_mse(attention, layer, states, kwargs)
     assert error == pytest.approx(figures.fit_mse, rel=1e-3)  # the samples had the keys of the layer itself
 
 
@@ -154,9 +152,7 @@ def test_strengths_up_to_2_start_with_the_same_strengths() -> None:
 
 @torch.no_grad()
 def test_further_writes_start_with_the_same_small_strength_and_centred_keys() -> None:
-    attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
-    layer: Any = blank_layer("llama", "faithful", 0, mixer="deltaproduct", k_offset=True, allow_neg_eigval=True)
-    start_fitted(attention, layer, LayerCalibration(states, kwargs))
+    _, layer, states, _, _ = started("llama", mixer="deltaproduct", k_offset=True, allow_neg_eigval=True)
     beta = layer.gates(layer.project(states), None)[1][..., : layer.num_states]
     torch.testing.assert_close(beta, torch.full_like(beta, 0.02), rtol=1e-4, atol=0)
 

@@ -27,7 +27,6 @@ def kill() -> Iterator[Callable[[str, str, int, Path], Any]]:
     ) as process:
         questions, answers = process.stdin, process.stdout
         assert questions is not None
-        assert answers is not None
 
         def findings(what: str, mode: str, points: int, folder: Path) -> Any:
             print(what, mode, points, folder, file=questions, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 import time
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deltanet_convert.conversion import convert
 from deltanet_convert.memory_estimate import ConversionMemory
 from deltanet_convert.start import START, fitted, turns
 from deltanet_convert.start.turns import others_may_run, own_turn
 from deltanet_hf.errors import QualityError, UserError
-from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion, tiny_job, with_nan
+from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion, tiny_job
 
 LAYERS = 4
 CPU = torch.device("cpu")
@@ -184,9 +186,13 @@ def test_a_bad_weight_is_reported_after_the_layers_before_it(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
-    bad = with_nan(teacher, tmp_path / "bad", "model.layers.2.mlp.up_proj.weight")
-    with pytest.raises(UserError, match=r"tensor 'model.layers.2.mlp.up_proj.weight' holds NaN"):
+    bad, name = shutil.copytree(teacher, tmp_path / "bad"), "model.layers.2.mlp.up_proj.weight"
+    weights = load_file(bad / "model.safetensors")
+    weights[name][0, 0] = torch.nan
+    save_file(weights, bad / "model.safetensors")
+    with pytest.raises(UserError, match=rf"model\.safetensors: tensor '{name}' holds NaN"):
         tiny_conversion(bad, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     assert steps(tmp_path) == ["embedding", "layer 0", "layer 1"]
 
 

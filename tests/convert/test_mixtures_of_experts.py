@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_convert.layer_step import LayerStep
 from deltanet_convert.layer_stream import LayerStream
-from deltanet_convert.start import START
 from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE
 from deltanet_hf.errors import UserError
 from support.allocated import peak_bytes
-from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import tiny_teacher
 from tests.convert.test_convert_families import held_out_check, texts_of
 
@@ -74,8 +73,8 @@ def test_experts_are_not_held_in_memory(tmp_path: Path) -> None:
     assert not [name for name in stream.layers[0].state_dict() if ".experts." in name]
 
 
-def test_the_student_is_measured_with_rounded_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+@pytest.mark.usefixtures("quick_fit")
+def test_the_student_is_measured_with_rounded_experts(tmp_path: Path) -> None:
     folder = teacher_folder(tmp_path / "teacher", "mixtral")
     texts = texts_of(tiny_job(folder, tmp_path / "out", layers="every:2"))
     report = tiny_conversion(folder, tmp_path / "out", dtype="bfloat16", layers="every:2")

@@ -25,21 +25,19 @@ from deltanet_convert.select.command import select_command
 from deltanet_convert.select.journal import SelectionJournal
 from deltanet_convert.select.scoring import Scorer
 from deltanet_convert.select.select_options import SelectOptions
-from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.spending import SHORTEST, Spending
 from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.select.window_shares import PASSES, cheapest, window_shares
-from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 from support.far_model import FAR_HEAD, FAR_LAYER
-from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion, tiny_job
-from support.tiny_selection import QUICK, Killed, tiny_selection, tiny_task
+from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_selection import QUICK, Killed, selection_file, tiny_selection, tiny_task
 
-pytestmark = pytest.mark.usefixtures("short_selection")
+pytestmark = pytest.mark.usefixtures("short_selection", "quick_fit")
 
 BUDGET, AT = "14%@512", 512
 
@@ -56,14 +54,10 @@ STATES = "gated_deltanet+window"
 @pytest.mark.parametrize(
     ("mixer", "bits", "budget"), [("window", 16, "50%@512"), ("window", 4, BUDGET), (STATES, 4, BUDGET)]
 )
-def test_bytes_of_a_plan_are_bytes_of_the_cache(
-    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str, bits: int, budget: str
-) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, mixer: str, bits: int, budget: str) -> None:
     out = tmp_path / "s.json"
     found = tiny_selection(far, out, budget, mixer, cache_bits=bits)
     assert (FAR_LAYER, FAR_HEAD) in found.kept
-    assert found.planned_windows is not None
     taken = next(
         step
         for step in found.scores["allocations"]
@@ -74,10 +68,8 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert sequence_bytes(model, AT) == taken["nbytes"]
     spending = tiny_task(far, budget, mixer, cache_bits=bits).spending
-    assert spending is not None
     assert all(step["nbytes"] <= spending.allowed for step in found.scores["allocations"])
     alike = spending.windows(found.kept, [1.0] * 4)
-    assert alike is not None
     assert spending.sizes.total(found.kept, [window + 32 for window in alike]) > spending.allowed
     assert spending.sizes.total(found.kept, [2 * window for window in found.planned_windows]) > spending.allowed
 
@@ -87,27 +79,18 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(
 def test_bytes_with_sliding_windows_of_the_family(family: str, bits: int, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
     sizes, kept = sizes_of(teacher, at=120, bits=bits), ((1, 0),)
-    file = written(tmp_path, family, planned_windows=(33,) * 4, local=sizes.candidates.local, kept=kept)
+    file = selection_file(
+        tmp_path, model_type=family, planned_windows=(33,) * 4, local=sizes.candidates.local, kept=kept
+    )
     job = tiny_job(teacher, tmp_path / "out", layers=file, mixer="window", cache_bits=bits)
     assert sizes.total(kept, [33] * 4) == sum(layer.cache_bytes(120) for layer in job.plan.layers)
     assert sizes.teacher_bytes == sum(layer.kv_bytes(120) for layer in job.plan.layers)
 
 
-def written(folder: Path, model_type: str = "llama", **changes: Any) -> str:
-    """A planned selection of heads of a tiny teacher, as a file."""
-    facts: dict[str, Any] = {"teacher": "tiny", "model_type": model_type, "num_hidden_layers": 4, "scores": {}}
-    facts |= {"num_key_value_heads": 2, "unit": "kv_head", "method": "forward", "budget": BUDGET, "seed": 0}
-    facts |= {"order": changes.get("kept", ()), "kept": (), "settings": {}, **changes}
-    file = folder / "planned.json"
-    file.write_text(json.dumps(Selection(**facts).to_json()))
-    return str(file)
-
-
 def test_the_file_of_a_plan(far: Path, tmp_path: Path) -> None:
     config = opened(far).config
-    file = written(tmp_path, planned_windows=(97, 97, 33, 97))
+    file = selection_file(tmp_path, planned_windows=(97, 97, 33, 97))
     found = file_selection(file, config)
-    assert found is not None
     assert (found.kept, found.planned_windows) == ((), (97, 97, 33, 97))
     assert json.loads(Path(file).read_text())["format"] == "deltanet-hf selection 3"
     options = {"layers": file, "mixer": "window"}
@@ -118,11 +101,10 @@ def test_the_file_of_a_plan(far: Path, tmp_path: Path) -> None:
     assert changed.settings.window == 65
     with_states = tiny_job(far, tmp_path / "out", layers=file, mixer="gated_deltanet+window").table
     assert [with_states[layer].settings.window for layer in range(4)] == [97, 97, 33, 97]
-    file = written(tmp_path, planned_windows=(97, 97, 33, 97), kept=((2, 1),))
+    file = selection_file(tmp_path, planned_windows=(97, 97, 33, 97), kept=((2, 1),))
     mixed = tiny_job(far, tmp_path / "out", layers=file, mixer="gated_deltanet+window").table[2]
-    assert mixed is not None
     assert (mixed.settings.heads, mixed.settings.linear.window) == (("linear", "softmax"), 33)
-    file = written(tmp_path, planned_windows=(97, 33, 97, 97), kept=((0,), (3,)), unit="layer")
+    file = selection_file(tmp_path, planned_windows=(97, 33, 97, 97), kept=(0, 3), unit="layer")
     assert tiny_job(far, tmp_path / "out", **options).table.layers == ("softmax", "local_33", "local_97", "softmax")
     for windows in ([97, 33, 97], [97, 33, 97, 0], [97, 33, 97, "97"], None, 97):
         value = json.loads(Path(file).read_text()) | {"planned_windows": windows}
@@ -147,7 +129,6 @@ def test_the_smallest_budget_is_named_and_works(far: Path, mixer: str) -> None:
     with pytest.raises(UserError, match="the smallest budget is --keep ") as caught:
         Spending(Budget.parse("1KB@512"), sizes)
     named = re.search(r"--keep ((\d+)KB@512), a window of 33 tokens in all heads$", str(caught.value))
-    assert named is not None
     spending = Spending(Budget.parse(named[1]), sizes)
     assert spending.counts() == [0]
     assert spending.windows((), [1.0] * 4) == (SHORTEST,) * 4
@@ -205,7 +186,6 @@ def test_windows_are_shared_twice_from_the_best_so_far(
     shares = (1.0, 0.25, 0.5, 2.0, 4.0), (1.0, 0.7, 1.4)
     assert passes == [(row.kept, row.windows, some) for row, some in zip(before, shares, strict=True)]
     spending = tiny_task(far, BUDGET).spending
-    assert spending is not None
     for row, base, answer in zip(rows[-2:], before, answers, strict=True):
         ratios = [share * window / min(base.windows) for share, window in zip(answer, base.windows, strict=True)]
         assert row.kept == base.kept
@@ -254,7 +234,6 @@ def test_the_command_prints_what_heads_get(far: Path, tmp_path: Path, capsys: py
     selection = read_selection(tmp_path / "s.json")
     assert selection.settings["kind"]["mixer"] == "gated_deltanet"  # as plain `convert`
     windows = selection.planned_windows
-    assert windows is not None
     assert "measured on texts of 512 tokens" in printed
     assert "all others see the first 4 and the last " in printed
     for layer, window in enumerate(windows):
@@ -298,16 +277,13 @@ def test_windows_are_shared_by_price() -> None:
 def test_a_layer_that_looks_far_gets_the_long_window(far: Path, tmp_path: Path) -> None:
     """No head is kept, so only a longer window of the one layer that looks far keeps what it finds."""
     task = tiny_task(far, BUDGET)
-    assert task.spending is not None
     alike = task.spending.windows((), [1.0] * 4)
-    assert alike is not None
 
     def text_changes(others: Sequence[Sequence[int]]) -> list[float]:
         return [1 / windows[FAR_LAYER] - 1 / alike[FAR_LAYER] for windows in others]
 
     shares = window_shares(task.spending, (), alike, PASSES[0], text_changes)
     windows = task.spending.windows((), shares)
-    assert windows is not None
     assert windows[FAR_LAYER] > max(alike) > min(windows)
     kept = tuple((FAR_LAYER, head) for head in range(2))  # whose window is nobody's
     shares = window_shares(task.spending, kept, alike, PASSES[0], text_changes)

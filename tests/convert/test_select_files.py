@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deltanet_convert.keep_option import file_selection, table_of
 from deltanet_convert.meta_model import meta_model
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.select import Selection, probes, read_selection
+from deltanet_convert.select import probes, read_selection
 from deltanet_convert.select.budget import USUAL_SHARE, Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
@@ -31,7 +31,7 @@ from deltanet_hf.models.factory import model_class
 from support.refusals import assert_refused
 from support.tiny_conversion import teacher_folder, tiny_job
 from support.tiny_models import teacher_config
-from support.tiny_selection import tiny_selection, tiny_task
+from support.tiny_selection import selection_file, tiny_selection, tiny_task
 
 THIRTY = Candidates(tuple((i,) for i in range(30)), (), None)
 
@@ -59,8 +59,6 @@ def test_the_shipped_plan_with_states_takes_the_bytes_of_that_without() -> None:
     sizes, shares = [], []
     for mixer in ("window", "gated_deltanet+window"):
         selection = shipped_selection(config, with_states=mixer != "window")
-        assert selection is not None
-        assert selection.planned_windows is not None
         table = table_of(ConvertOptions(mixer=mixer), selection, config)
         model = meta_model(model_class("llama"), converted_config(config, table), torch.bfloat16)
         sizes.append(stored_bytes(model, 2048, 4))
@@ -164,7 +162,6 @@ def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> No
         options: dict[str, Any] = {"mixer": "gated_deltanet+window", "cache_bits": bits}
         task = tiny_task(far, budget, **options)
         job = tiny_job(far, tmp_path / "out", layers="keep:2", **options)
-        assert task.sizes is not None
         assert task.sizes.total([(2,)], None) == sum(layer.cache_bytes(2000) for layer in job.plan.layers)
         assert task.sizes.teacher_bytes == 4 * 2 * 2 * 32 * 4 * 2000
         assert "positions end at 512" in task.notes[0]
@@ -175,7 +172,6 @@ def test_a_spread_of_layers_that_differ_in_size_fits_the_budget(tmp_path: Path) 
     teacher = teacher_folder(tmp_path / "teacher", "olmo3", sliding_window=2048, max_position_embeddings=16384)
     task = tiny_task(teacher, "60%@16k", mixer="gated_deltanet", cache_bits=16, method="uniform")
     assert task.spread == ((0,), (2,), (3,))
-    assert task.sizes is not None
     assert task.sizes.total(task.spread, None) <= task.options.keep.allowed(task.sizes)
 
 
@@ -216,7 +212,6 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
     softmax = [layer for layer, kind in enumerate(kinds) if kind == "softmax"]
     assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
     task = tiny_task(teacher, "60%@400", unit=unit, mixer="retention", cache_bits=16)
-    assert task.sizes is not None
     layers = tiny_job(teacher, tmp_path / "states", mixer="retention").plan.layers
     states = layers[1].cache_bytes(400) + layers[3].cache_bytes(400)
     assert task.sizes.total((), None) - states == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
@@ -233,21 +228,10 @@ def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest
         _ = heads.layers
 
 
-GOOD: dict[str, Any] = {
-    "format": "deltanet-hf selection 1",
-    "teacher": "far",
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "unit": "layer",
-    "method": "forward",
-    "budget": "2",
-    "seed": 0,
-    "kept": [1, 2],
-    "order": [2, 1],
-}
+GOOD: dict[str, Any] = {"unit": "layer", "kept": [1, 2], "order": [2, 1]}
 
 
+EVERY_HEAD = [[layer, head] for layer in range(4) for head in range(2)]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"format": "deltanet-hf selection 9"}, "key 'format' is 'deltanet-hf selection 9'"),
     ({"kept": [1, 1]}, "key 'kept' lists a unit twice"),
@@ -273,26 +257,24 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 8}, "key 'num_hidden_layers' is 8, the teacher's is 4"),
     ({"num_key_value_heads": 4}, "key 'num_key_value_heads' is 4, the teacher's is 2"),
     ({"kept": [0, 1, 2, 3], "order": [0, 1, 2, 3]}, "keeps all 4 layers"),
+    ({"unit": "kv_head", "kept": [[0, 1, 2]]}, "key 'kept' holds [0, 1, 2], expected [layer, key/value head]"),
+    ({"unit": "kv_head", "kept": [[0, True]]}, "key 'kept' holds [0, True], expected [layer, key/value head]"),
+    ({"unit": "kv_head", "kept": EVERY_HEAD, "order": EVERY_HEAD}, "keeps all 8 heads"),
 ]
 
 
 def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "s.json"
-
     def read(change: dict[str, Any]) -> None:
-        file.write_text(json.dumps({**GOOD, **change}))
-        file_selection(str(file), teacher_config("llama"))
+        file_selection(selection_file(tmp_path, **{**GOOD, **change}), teacher_config("llama"))
 
-    one_line = rf"^[^\n]*{re.escape(str(file))}[^\n]*"
+    one_line = rf"^[^\n]*{re.escape(str(tmp_path / 'selection.json'))}[^\n]*"
     rows = [({"change": change}, UserError, rf"{one_line}{re.escape(message)}[^\n]*$") for change, message in WRONG]
     assert_refused(read, rows)
 
 
 def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "s.json"
-    file.write_text(json.dumps(GOOD))
+    file = Path(selection_file(tmp_path, **GOOD))
     found = read_selection(file)
-    assert isinstance(found, Selection)
     assert found.order == ((2,), (1,))
     assert file_selection(str(file), teacher_config("llama")) == found
     for broken in (b"{", b"\xff", b"[" * 100_000):

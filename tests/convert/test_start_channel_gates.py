@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert.start import START
 from deltanet_convert.start import fitted as rules
-from deltanet_convert.start.calibration import LayerCalibration
-from support.blank_layers import blank_layer, layer_inputs
-from support.tiny_models import tiny_teacher
+from support.blank_layers import relative_mse, started
 
 LEVERS = {"allow_neg_eigval": True, "expand_kv": False, "qk_activation": "silu", "gate_bias": False}
 WINDOW = {"window": 6, "sinks": 2}
@@ -41,16 +38,12 @@ def test_starts_as_the_fitted_layer(fitted: list[Any], mixer: str, changes: dict
     if mixer == "gla":
         changes = {name: value for name, value in changes.items() if name != "allow_neg_eigval"}
     model_type = "qwen2" if changes else "llama"
-    attention, states, kwargs = layer_inputs(tiny_teacher(model_type, attn_implementation="eager"), 0)
-    layer: Any = blank_layer(model_type, "faithful", 0, mixer=mixer, **changes)
-    figures = START[mixer](attention, layer, LayerCalibration(states, kwargs))
+    attention, layer, states, kwargs, figures = started(model_type, mixer=mixer, **changes)
     assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())
     (scalar,) = fitted
     want, got = scalar(states, **kwargs)[0], layer(states, **kwargs)[0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.std()))
-    teacher = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
-    error = float((got - teacher).square().sum() / teacher.square().sum())
-    assert error == pytest.approx(figures["fit_mse"], rel=1e-3)
+    assert relative_mse(attention, layer, states, kwargs) == pytest.approx(figures["fit_mse"], rel=1e-3)
     g = layer.gates(layer.project(states), None)[0]
     torch.testing.assert_close(g, g[..., :1].expand_as(g), rtol=1e-4, atol=1e-6)
     assert float(g[..., 0].std()) > 0  # the decay depends on the token and the head
@@ -59,9 +52,7 @@ def test_starts_as_the_fitted_layer(fitted: list[Any], mixer: str, changes: dict
 
 @torch.no_grad()
 def test_the_channels_part_in_training(fitted: list[Any]) -> None:
-    attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
-    layer: Any = blank_layer("llama", "faithful", 0, mixer="gdn2").requires_grad_(False)
-    START["gdn2"](attention, layer, LayerCalibration(states, kwargs))
+    _, layer, states, kwargs, _ = started("llama", mixer="gdn2")
     names = ["f_up.weight", "decay.dt_bias", "erase_proj.weight", "write_proj.weight"]
     parameters = [layer.get_parameter(name).requires_grad_() for name in names]
     with torch.enable_grad():

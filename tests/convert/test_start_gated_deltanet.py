@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from deltanet_convert.compare_to_teacher import softmax_error
-from deltanet_convert.start.calibration import LayerCalibration
-from deltanet_convert.start.fitted import FitFigures, start_fitted
+from deltanet_convert.start.fitted import FitFigures
 from deltanet_hf.models.families import FAMILIES
-from support.blank_layers import blank_layer, layer_inputs
-from support.tiny_models import tiny_teacher
-
-
-def started(
-    model_type: str, profile: str, index: int = 0, **changes: Any
-) -> tuple[Any, Any, torch.Tensor, dict[str, Any], FitFigures]:
-    """The teacher's attention, the started layer, the attention's inputs and other arguments, and the figures."""
-    teacher = tiny_teacher(model_type, attn_implementation="eager")
-    attention, states, kwargs = layer_inputs(teacher, index)
-    layer = blank_layer(model_type, profile, index, **changes)
-    figures = start_fitted(attention, layer, LayerCalibration(states, kwargs))
-    return attention, layer, states, kwargs, FitFigures(**figures)
-
+from support.blank_layers import relative_mse, started
 
 pytestmark = pytest.mark.usefixtures("short_fit")
 
 
 @pytest.mark.parametrize(
-    ("model_type", "profile"),
-    [(family, ("qwen3_5", "faithful")[number % 2]) for number, family in enumerate(FAMILIES)],
+    ("model_type", "profile"), [(family, ("qwen3_5", "faithful")[number % 2]) for number, family in enumerate(FAMILIES)]
 )
 @torch.no_grad()
 def test_keeps_the_teachers_attention_and_fits_its_output(model_type: str, profile: str) -> None:
     for index in (0, 2):  # sliding or full attention, with or without positions
-        attention, layer, states, kwargs, figures = started(model_type, profile, index)
+        attention, layer, states, kwargs, made = started(model_type, profile, index)
+        figures = FitFigures(**made)
         assert all(bool(p.isfinite().all()) for p in layer.parameters())
         assert softmax_error(attention, layer, states, kwargs) < 1e-5
-        want = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
-        got, _ = layer(states, **kwargs)
-        error = float((got - want).square().sum() / want.square().sum())
+        error = relative_mse(attention, layer, states, kwargs)
         assert error == pytest.approx(figures.fit_mse, rel=1e-3)  # the figures are those of the layer itself
         assert error < min(1.0, figures.search_mse)
         assert len(figures.half_life) == len(figures.beta) == layer.num_states
@@ -63,7 +45,7 @@ def test_query_heads_read_their_own_key_value_head() -> None:
 def test_one_state_per_key_value_head() -> None:
     attention, layer, states, kwargs, figures = started("qwen2", "faithful", expand_kv=False)
     assert torch.equal(layer.k_proj.weight, attention.k_proj.weight)
-    assert len(figures.half_life) == attention.config.num_key_value_heads
+    assert len(figures["half_life"]) == attention.config.num_key_value_heads
     assert softmax_error(attention, layer, states, kwargs) < 1e-5
 
 
@@ -79,6 +61,5 @@ def test_is_reproducible_from_a_seed() -> None:
 
 def test_the_convolution_stays_an_identity() -> None:
     layer = started("llama", "qwen3_5")[1]
-    assert layer.conv1d is not None
     assert torch.equal(layer.conv1d.weight[..., -1], torch.ones_like(layer.conv1d.weight[..., -1]))
     assert not layer.conv1d.weight[..., :-1].any()

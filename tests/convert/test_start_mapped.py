@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert.start import start_rule
-from deltanet_convert.start.calibration import LayerCalibration
-from support.blank_layers import blank_layer, layer_inputs
-from support.tiny_models import READS_ALL, tiny_teacher
+from support.blank_layers import relative_mse, started
+from support.tiny_models import READS_ALL
 
 RULES: dict[str, dict[str, Any]] = {
     "linear": {"mixer": "linear"},
@@ -31,21 +29,12 @@ RULES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("short_fit")
 
 
-def started(**changes: Any) -> tuple[Any, Any, torch.Tensor, dict[str, Any], dict[str, Any]]:
-    """The teacher's attention, the started layer, the attention's inputs and other arguments, and the figures."""
-    attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
-    layer = blank_layer("llama", "faithful", 0, **changes)
-    figures = start_rule(layer.name)(attention, layer, LayerCalibration(states, kwargs))
-    return attention, layer, states, kwargs, figures
-
-
 @pytest.mark.parametrize("changes", RULES.values(), ids=RULES)
 @torch.no_grad()
 def test_the_figures_are_those_of_the_layer_and_the_fit_gains(changes: dict[str, Any]) -> None:
-    attention, layer, states, kwargs, figures = started(**changes)
+    attention, layer, states, kwargs, figures = started("llama", **changes)
     assert all(bool(p.isfinite().all()) for p in layer.parameters())
-    want = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
-    error = float((layer(states, **kwargs)[0] - want).square().sum() / want.square().sum())
+    error = relative_mse(attention, layer, states, kwargs)
     assert error == pytest.approx(figures["fit_mse"], rel=1e-3)
     assert error < min(1.0, figures["search_mse"])
     assert len(figures["half_life"]) == (0 if layer.decays == "never" else layer.num_states)
@@ -56,7 +45,7 @@ def test_the_figures_are_those_of_the_layer_and_the_fit_gains(changes: dict[str,
 @torch.no_grad()
 def test_a_constant_strength_of_efla_is_that_of_a_key_of_mean_length(flow_step: str) -> None:
     """The steps are scaled by the keys as the state sees them, after the offset."""
-    _, layer, states, kwargs, _ = started(mixer="efla", flow_step=flow_step)
+    _, layer, states, kwargs, _ = started("llama", mixer="efla", flow_step=flow_step)
     _, k, _ = layer.project_qkv(states[:1], kwargs["position_embeddings"])
     size = layer.k_offset(k)[:, 1:].square().sum(-1).mean((0, 1))
     torch.testing.assert_close(layer.step_length.log_scale, -size.log())

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.baselines import (
-    switch_off_softmax,
-    switch_off_state,
-    switch_off_window,
-)
+from deltanet_hf.evaluation.baselines import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_teacher
 

@@ -25,23 +25,20 @@ from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_mod
 from deltanet_hf.evaluation.speed.subjects import kind_of, shape_of, subjects
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.models.cache_bits import cache_bits_of
-from support.command_line import typed
+from support.command_line import CommandLine
 from support.replayed_step import EmulatedCapture
 from support.tiny_models import HYBRID, TINY_SHAPE, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 RANDOM = ("bench", "--random-weights", "135M", "--device", "cpu", "--dtype", "float32")
 
 
-def test_the_benchmark_of_random_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_of_random_weights(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
     monkeypatch.setattr(speed, "_DECODED", 2)
     options = ("--context", 16, "--context", 32, "--batch", 3, "--repeats", 1, "--out", tmp_path / "b")
-    assert typed(monkeypatch, *RANDOM, *options) == 0
-    shown = capsys.readouterr()
-    assert "(0." in shown.out
-    assert shown.err.count("greedy tokens are right") == 4
+    assert cli(*RANDOM, *options) == 0
+    assert "(0." in cli.out
+    assert cli.err.count("greedy tokens are right") == 4
     document = json.loads((tmp_path / "b" / "bench.json").read_text())
     assert document["command"].startswith("deltanet-hf bench --random-weights 135M --device cpu")
     rows = document["rows"]
@@ -141,7 +138,7 @@ def test_a_model_that_amplifies_rounding_has_a_wider_limit(monkeypatch: pytest.M
 
 
 def test_a_model_that_decodes_wrongly_has_no_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
     wrong = ["converted"]
@@ -153,13 +150,13 @@ def test_a_model_that_decodes_wrongly_has_no_row(
 
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", check)
     options = ("--context", 16, "--batch", 1, "--repeats", 1, "--out", tmp_path)
-    assert typed(monkeypatch, *RANDOM, *options) == 0
-    assert "135M window25, eager: not measured: eager: a greedily" in capsys.readouterr().err
+    assert cli(*RANDOM, *options) == 0
+    assert "135M window25, eager: not measured: eager: a greedily" in cli.err
     kinds = [row["kind"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]]
     assert kinds == ["transformers", "teacher"]
     wrong += ["teacher"]
-    assert typed(monkeypatch, *RANDOM, *options) != 0
-    assert "nothing was measured" in capsys.readouterr().err
+    assert cli(*RANDOM, *options) != 0
+    assert "nothing was measured" in cli.err
 
 
 @pytest.mark.parametrize("kind", ["teacher", "all", "windows"])
@@ -257,7 +254,7 @@ def test_a_row_has_milliseconds_of_a_step_and_megabytes(monkeypatch: pytest.Monk
     "error", [torch.OutOfMemoryError("full"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_what_does_not_fit_has_no_row(
-    error: RuntimeError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, error: RuntimeError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
 
@@ -266,8 +263,8 @@ def test_what_does_not_fit_has_no_row(
 
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.measure_speed", full)
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", lambda *args, **kwargs: 0.0)
-    assert typed(monkeypatch, *RANDOM, "--context", "2k", "--batch", 1, "--out", tmp_path) != 0
-    said = capsys.readouterr().err
+    assert cli(*RANDOM, "--context", "2k", "--batch", 1, "--out", tmp_path) != 0
+    said = cli.err
     assert said.count("1 x 2048: out of memory") == 4
     assert "nothing was measured" in said
     assert not list(tmp_path.iterdir())
@@ -288,11 +285,9 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
-def test_the_benchmark_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_refuses(cli: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     taken = (("--random-weights", "135M", "--out", str(tmp_path / "file")), "file: cannot be written (File exists)")
     for arguments, said in [*REFUSED, taken]:
-        assert typed(monkeypatch, "bench", *arguments) == 2, arguments
-        assert said in capsys.readouterr().err, arguments
+        assert cli("bench", *arguments) == 2, arguments
+        assert said in cli.err, arguments

@@ -166,15 +166,12 @@ def test_percent_of_teacher() -> None:
     teacher = {"a": _result([1] * 9 + [0]), "b": _result([1] * 8 + [0] * 2), "c": _result([1] * 10)}
     student = {"a": _result([1] * 7 + [0] * 3), "b": _result([1] * 4 + [0] * 6), "c": _result([0] * 10)}
     score = percent_of_teacher(student, teacher, tasks)
-    assert score is not None
     assert score.value == pytest.approx(100 * ((0.7 - 0.5) / (0.9 - 0.5) + 0.4 / 0.8) / 2)
     assert score.stderr > 0
     itself = percent_of_teacher(teacher, teacher, tasks)
-    assert itself is not None
     assert (itself.value, itself.stderr) == (100, 0)
     guessing = {**teacher, "a": _result([1, 0] * 5)}
     without = percent_of_teacher(student, guessing, tasks)
-    assert without is not None
     assert (without.value, without.items) == (pytest.approx(50), 1)
 
 

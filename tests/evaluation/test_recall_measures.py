@@ -183,13 +183,10 @@ def test_relative_scores() -> None:
     control = clusters([[0, 0], [1, 0], [0, 0], [0, 0]])
     half = clusters([[1, 0], [1, 1], [0, 0], [1, 0]])
     itself = relative_score(teacher, teacher, control)
-    assert itself is not None
     assert (itself.value, itself.stderr) == (1.0, 0.0)
     nothing = relative_score(control, teacher, control)
-    assert nothing is not None
     assert (nothing.value, nothing.stderr) == (0.0, 0.0)
     score = relative_score(half, teacher, control)
-    assert score is not None
     assert score.value == pytest.approx((4 / 8 - 1 / 8) / (7 / 8 - 1 / 8))
     weak = clusters([[1] + [0] * 9] * 4)
     assert relative_score(half, weak, clusters([[0] * 10] * 4)) is None  # a teacher of 10% cannot show it
@@ -209,7 +206,6 @@ def test_the_error_of_a_relative_score_is_that_of_the_ratio() -> None:
         for level, share in ((0.5, 0.3), (0.8, 0.1), (0.2, 0.4))
     )
     score = relative_score(*(Clusters(sums, sizes) for sums in (student, teacher, control)))
-    assert score is not None
     gained, known = student - control, teacher - control
     assert score.value == pytest.approx(gained.sum() / known.sum())
     expected = np.sqrt(count) * (gained - score.value * known).std(ddof=1) / known.sum()
@@ -236,10 +232,8 @@ def test_token_measures_of_a_copy_of_the_teacher(monkeypatch: pytest.MonkeyPatch
     found = token_measures(tiny_teacher("llama"), ids, 18, 2, vocabulary, tiny_teacher("llama"))
     assert found.divergences is not None
     assert np.abs(found.divergences).max() < 1e-5
-    assert found.agreements is not None
     assert found.agreements.tolist() == [[1.0] * 18] * 3
     other = token_measures(Oracle(wrong=True), ids, 19, 2, VOCABULARY, Oracle()).agreements
-    assert other is not None
     assert other.tolist() == [[0.0] * 19] * 3
     log_probs = tiny_teacher("llama")(ids).logits.log_softmax(-1)[:, 1:-1]
     np.testing.assert_allclose(found.losses, -log_probs.gather(-1, ids[:, 2:, None])[..., 0].numpy(), rtol=1e-4)

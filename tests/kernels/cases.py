@@ -11,8 +11,8 @@ from deltanet_kernels import naive_gated_delta_rule
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of the gated delta rule. K = V and one state per head unless said otherwise."""
+class Sizes:
+    """Those of one call. K = V and one state per head unless said otherwise."""
 
     name: str
     T: int
@@ -23,6 +23,21 @@ class Case:
     K: int = 16
     V: int | None = None
     cu_seqlens: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def others(self) -> tuple[int, int, int, int]:
+        """HQ, HV, V, and the number of sequences."""
+        sequences = self.B if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        return self.HQ or self.H, self.HV or self.H, self.V or self.K, sequences
+
+
+@dataclass(frozen=True)
+class Case(Sizes):
+    """One call of the gated delta rule."""
+
     g: str = "random"  # random | zero | closed | shut | heads | tokens | last | reset
     beta: str = "random"  # random | zero | two
     keys: str = "random"  # random | equal | zero
@@ -32,9 +47,6 @@ class Case:
     scale: float | None = None
     erase: str = "decayed"
     condition: float = 1.0  # factor on tolerances: how much the problem itself amplifies rounding
-
-    def __str__(self) -> str:
-        return self.name
 
 
 CASES = [
@@ -115,9 +127,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    B, T, H, K = case.B, case.T, case.H, case.K
-    HQ, HV, V = case.HQ or H, case.HV or H, case.V or K
-    N = B if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    (B, T, H, K), (HQ, HV, V, N) = (case.B, case.T, case.H, case.K), case.others
     k = randn(B, T, H, K)
     if case.keys == "equal":
         k = randn(B, 1, H, K) + 1e-3 * k
@@ -129,7 +139,6 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
     tensors = {"q": randn(B, T, HQ, K), "k": k, "v": randn(B, T, HV, V)}
     tensors = {name: x.to(dtype) for name, x in tensors.items()}
 
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     gates = {"g": _log_decay(case, rand(B, T, HV)), "beta": 2 * rand(B, T, HV)}
     if case.beta == "zero":
         gates["beta"][:, ::2] = 0
@@ -140,11 +149,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
         gates |= {"A_log": randn(HV), "dt_bias": randn(HV)}
     if case.initial_state:
         gates["initial_state"] = randn(N, HV, K, V)
-    tensors |= {name: x.to(wide) for name, x in gates.items()}
-
-    inputs: dict[str, Any] = {name: x.to(device).requires_grad_() for name, x in tensors.items()}
-    if case.cu_seqlens is not None:
-        inputs["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
+    inputs = as_inputs(case, tensors, gates, dtype, device)
     if case.erase != "decayed":
         inputs["erase"] = case.erase
     return inputs | {
@@ -156,22 +161,38 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
     }
 
 
+def as_inputs(
+    case: Sizes, tensors: dict[str, torch.Tensor], gates: dict[str, torch.Tensor], dtype: torch.dtype, device: str
+) -> dict[str, Any]:
+    """Tensors in `dtype`, gates and states never below float32, and the bounds of sequences."""
+    made = tensors | {name: x.to(torch.promote_types(dtype, torch.float32)) for name, x in gates.items()}
+    inputs: dict[str, Any] = {name: x.to(device).requires_grad_() for name, x in made.items()}
+    if case.cu_seqlens is None:
+        return inputs
+    return inputs | {"cu_seqlens": torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)}
+
+
 def _log_decay(case: Case, uniform: torch.Tensor) -> torch.Tensor:
-    g = -0.3 * uniform
-    if case.g == "zero":
-        g.zero_()
-    elif case.g == "closed":
-        g.fill_(-200.0)
-    elif case.g == "shut":
+    g = closed(case.g, -0.3 * uniform)
+    if case.g == "shut":
         g.fill_(-150.0)
     elif case.g == "heads":
         g[..., 0] = -200.0
-    elif case.g == "tokens":
-        g[:, 1::3] = -200.0
-    elif case.g == "last":
-        g[:, 63::64] = -200.0
     elif case.g == "reset":
         g[:, ::7] = -torch.inf
+    return g
+
+
+def closed(kind: str, g: torch.Tensor) -> torch.Tensor:
+    """Log decays g [B, T, ...] with the hazards that rules with and without channels share."""
+    if kind == "zero":
+        g.zero_()
+    elif kind == "closed":
+        g.fill_(-200.0)
+    elif kind == "tokens":
+        g[:, 1::3] = -200.0
+    elif kind == "last":
+        g[:, 63::64] = -200.0
     return g
 
 

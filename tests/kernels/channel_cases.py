@@ -8,30 +8,18 @@ from typing import Any
 import torch
 
 from deltanet_kernels import naive_channel_gated_delta_rule
-from tests.kernels.cases import as_double, results
+from tests.kernels.cases import Sizes, as_double, as_inputs, closed, results
 
 
 @dataclass(frozen=True)
-class ChannelCase:
-    """One call. K = V and one state per head unless said otherwise."""
+class ChannelCase(Sizes):
+    """One call."""
 
-    name: str
-    T: int
-    B: int = 1
-    H: int = 1
-    HQ: int | None = None
-    HV: int | None = None
-    K: int = 16
-    V: int | None = None
-    cu_seqlens: tuple[int, ...] | None = None
     g: str = "random"  # random | zero | medium | strong | closed | channels | tokens | last | reset | mixed
     rule: str = "kda"  # kda | gdn2 | gla
     l2norm: bool = True
     initial_state: bool = True
     scale: float | None = None
-
-    def __str__(self) -> str:
-        return self.name
 
 
 CHANNEL_CASES = [
@@ -73,9 +61,7 @@ def make_channel_inputs(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    B, T, H, K = case.B, case.T, case.H, case.K
-    HQ, HV, V = case.HQ or H, case.HV or H, case.V or K
-    N = B if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    (B, T, H, K), (HQ, HV, V, N) = (case.B, case.T, case.H, case.K), case.others
     k = randn(B, T, H, K)
     if not case.l2norm:
         k = k / k.norm(dim=-1, keepdim=True)
@@ -84,18 +70,13 @@ def make_channel_inputs(
         unit = k / k.norm(dim=-1, keepdim=True)
         tensors["erase_key"] = rand(B, T, HV, K) * unit.repeat_interleave(HV // H, dim=2)
     tensors = {name: x.to(dtype) for name, x in tensors.items()}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     gates = {"g": channel_decay(case.g, rand(B, T, HV, K)), "beta": 2 * rand(B, T, HV)}
     if case.rule == "gdn2":
         gates["beta"] /= 2
     gates["beta"][:, ::5] = 0
     if case.initial_state:
         gates["initial_state"] = randn(N, HV, K, V)
-    tensors |= {name: x.to(wide) for name, x in gates.items()}
-    inputs: dict[str, Any] = {name: x.to(device).requires_grad_() for name, x in tensors.items()}
-    if case.cu_seqlens is not None:
-        inputs["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
-    return inputs | {
+    return as_inputs(case, tensors, gates, dtype, device) | {
         "erase": case.rule != "gla",
         "scale": case.scale,
         "output_final_state": True,
@@ -105,21 +86,9 @@ def make_channel_inputs(
 
 def channel_decay(kind: str, uniform: torch.Tensor) -> torch.Tensor:
     """Log decays of the given kind from uniform numbers [B, T, HV, K]."""
-    g = -0.3 * uniform
-    if kind == "zero":
-        g.zero_()
-    elif kind == "strong":
-        g = -5 * uniform
-    elif kind == "medium":
-        g = -1.5 * uniform
-    elif kind == "closed":
-        g.fill_(-200.0)
-    elif kind == "channels":
+    g = closed(kind, {"strong": -5, "medium": -1.5}.get(kind, -0.3) * uniform)
+    if kind == "channels":
         g[..., 1:] = -200.0
-    elif kind == "tokens":
-        g[:, 1::3] = -200.0
-    elif kind == "last":
-        g[:, 63::64] = -200.0
     elif kind == "reset":
         g[:, ::7, :, ::2] = -torch.inf
     elif kind == "mixed":  # from 1e-6 to 1e3, by channel and token

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels import PackedKeyValues
-from deltanet_kernels.packed_cache.layout import (
-    GROUP,
-    SINKS,
-    packed_groups,
-    quantised,
-    restored,
-    rounded_tokens,
-)
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, packed_groups, quantised, restored, rounded_tokens
 from tests.kernels.triton_mode import DEVICE
 
 

@@ -127,22 +127,29 @@ def tuning_without_end() -> None:
             time.sleep(0.01)
 
 
-class SlowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
+class Squares(torch.autograd.Function):
+    """x * x, whose backward pass is a given function."""
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, backward: Callable[[], object]) -> torch.Tensor:
+        ctx.backward = backward
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor, None]:
         assert threading.current_thread() is threading.main_thread()
-        tuning_without_end()
-        return do
+        ctx.backward()
+        return do, None
+
+
+def refuses() -> None:
+    raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper")
 
 
 def test_a_limit_ends_loops_and_backward_passes_and_nothing_afterwards() -> None:
     before = signal.getsignal(signal.SIGALRM)
     x = torch.ones(3, requires_grad=True)
-    for run in (tuning_without_end, lambda: SlowBackward.apply(x).sum().backward()):
+    for run in (tuning_without_end, lambda: Squares.apply(x, tuning_without_end).sum().backward()):
         began = time.monotonic()
         with pytest.raises(OverTime, match=r"within 0\.05 s"), time_limit(0.05):
             run()
@@ -164,7 +171,6 @@ def test_candidates_are_compiled_before_they_are_timed(monkeypatch: pytest.Monke
     def run(*args: Any, **kwargs: Any) -> None:
         calls.append((args, kwargs["grid"], kwargs["warmup"], kwargs["BK"], kwargs["num_warps"]))
         mode = _async_compile.active_mode.get()
-        assert mode is not None
         submitted = mode.executor.submit(time.sleep, 0)
         submitted._key = kwargs["BK"]
         mode.raw_futures.append(submitted)
@@ -221,16 +227,6 @@ def test_right_results_are_timed_and_wrong_ones_not(tmp_path: Path) -> None:
     assert relative_errors([without_a_number], [torch.ones(1, 1, 1, 1).double()]) == [math.inf]
 
 
-class Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, do: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper")
-
-
 def test_what_cannot_be_captured_keeps_its_eager_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(run: Callable[[], object]) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -244,22 +240,12 @@ def test_what_cannot_be_captured_keeps_its_eager_times(monkeypatch: pytest.Monke
     assert not {"error", "fwd_graph_ms", "fwdbwd_graph_ms"} & row.keys()
 
 
-class TunesForLong(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, do: torch.Tensor) -> None:
-        tuning_without_end()
-
-
 def test_the_forward_pass_of_a_peer_without_a_backward_pass_is_timed(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 3, 4, requires_grad=True)
-    row = check_and_time(lambda: Refuses.apply(x), *square(x), options())
+    row = check_and_time(lambda: Squares.apply(x, refuses), *square(x), options())
     assert row["error"] == "backward: RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper"
     assert (row["fwd_ms"], "fwdbwd_ms" in row) == (2.0, False)
-    row = check_and_time(lambda: TunesForLong.apply(x), *square(x), options(first_seconds=0.1))
+    row = check_and_time(lambda: Squares.apply(x, tuning_without_end), *square(x), options(first_seconds=0.1))
     assert row["unfinished"] == "backward: no first results within 0.1 s"
     assert (row["fwd_ms"], "fwdbwd_ms" in row) == (2.0, False)
 

@@ -20,12 +20,7 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.checks import check_delta_rule
 from support.refusals import assert_refused
 
-FORMS = [
-    chunk_gated_delta_rule,
-    fused_recurrent_gated_delta_rule,
-    torch_chunk_gated_delta_rule,
-    naive_gated_delta_rule,
-]
+FORMS = [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule, naive_gated_delta_rule]
 
 
 def delta_rule_inputs() -> dict[str, Any]:
@@ -73,6 +68,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens": offsets(1, 6)}, ValueError, "cu_seqlens: got a first offset of 1, needs 0"),
     ({"cu_seqlens": offsets(0, 4, 3, 6)}, ValueError,
      "cu_seqlens: got 4 followed by 3 at position 2"),
+    ({"erase": "on"}, ValueError, "erase: got 'on', needs one of 'decayed', 'off', 'undecayed'"),
     ({"cu_seqlens": offsets(0, 7)}, ValueError, "cu_seqlens: got a last offset of 7, needs at most T"),
 ]  # fmt: skip
 

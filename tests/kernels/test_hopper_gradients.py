@@ -16,15 +16,7 @@ from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, kernels
 from deltanet_kernels.gated_delta_rule.hopper import launches
-from tests.kernels.cases import (
-    Case,
-    assert_integers_exact,
-    make_inputs,
-    plainly_in,
-    relative_error,
-    results,
-    truth,
-)
+from tests.kernels.cases import Case, assert_integers_exact, make_inputs, plainly_in, relative_error, results, truth
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 

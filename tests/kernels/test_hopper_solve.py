@@ -19,15 +19,7 @@ from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.solve import invert
-from tests.kernels.cases import (
-    Case,
-    assert_integers_exact,
-    make_inputs,
-    plainly_in,
-    relative_error,
-    results,
-    truth,
-)
+from tests.kernels.cases import Case, assert_integers_exact, make_inputs, plainly_in, relative_error, results, truth
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 

@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels import (
-    InnerNorm,
-    chunk_mesa,
-    chunk_titans,
-    chunk_ttt,
-    naive_mesa,
-    naive_titans,
-    naive_ttt,
-)
+from deltanet_kernels import InnerNorm, chunk_mesa, chunk_titans, chunk_ttt, naive_mesa, naive_titans, naive_ttt
 from tests.kernels.state_cases import Shape, assert_same, draw, inputs, mesa_arguments, results, single
 
 pytestmark = pytest.mark.gpu

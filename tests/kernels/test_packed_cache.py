@@ -43,12 +43,13 @@ from tests.kernels.test_decode_attention import bfloat16_products  # noqa: F401 
 from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
 
 pytestmark = pytest.mark.usefixtures("rounding_to_nearest", "bfloat16_products")
+both = pytest.mark.parametrize("by", [by_pytorch, by_triton], ids=["torch", "triton"])
 FORMS: dict[str, Any] = {"torch": torch_packed_attention, "triton": packed_attention_triton}
 
 
-@pytest.mark.parametrize("form", ["torch", "triton"])
+@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_tokens_are_rounded_to_8_bits(form: str, dtype: torch.dtype) -> None:
+def test_tokens_are_rounded_to_8_bits(by: Any, dtype: torch.dtype) -> None:
     """Of strided inputs, against PyTorch's significands and exponents; rounding twice changes nothing."""
     x = (
         torch.randn(2, 70, 7, 128, generator=torch.Generator().manual_seed(0))
@@ -56,7 +57,6 @@ def test_tokens_are_rounded_to_8_bits(form: str, dtype: torch.dtype) -> None:
     )
     x[0, 0, 1, :32], x[0, 1, 1, 3] = torch.tensor(127.6 / 64), 1e-30
     k, v = (part.to(DEVICE, dtype) for part in x.split([64, 64], dim=-1))
-    by = by_triton if form == "triton" else by_pytorch
     found = by(round_tokens)(k, v)
     for y, rounded in zip((k, v), found, strict=True):
         blocks = y.double().cpu().unflatten(-1, (-1, 16))
@@ -246,13 +246,12 @@ PROMPTS = [  # tokens, window, sinks, cap, bits, with a key order
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@both
 @pytest.mark.parametrize(("T", "window", "sinks", "cap", "bits", "ordered"), PROMPTS)
 def test_a_prompt_in_one_call(
-    form: str, bits: int, ordered: bool, T: int, window: int, sinks: int, cap: float | None
+    by: Any, bits: int, ordered: bool, T: int, window: int, sinks: int, cap: float | None
 ) -> None:
     """Against float64 query by query, and a ring against tokens one by one; strided inputs, two head sizes."""
-    by = by_triton if form == "triton" else by_pytorch
     pack, attend = by(pack_prompt), by(prompt_attention)
     D = 128 if T == 97 else 64
     q, k, v = (x.transpose(1, 2) for x in tokens(T, D, torch.float32))
@@ -305,7 +304,7 @@ def straight_through(
     return near + torch.einsum("bhqk,bkhd->bqhd", weights * ~own, far_v), joined.logsumexp(-1).transpose(1, 2)
 
 
-@pytest.mark.parametrize("form", ["torch", "triton"])
+@both
 @pytest.mark.parametrize(
     ("T", "window", "sinks", "cap", "D", "edge"),
     [
@@ -317,14 +316,11 @@ def straight_through(
         pytest.param(140, 64, 4, None, 128, 1, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_a_prompt(
-    form: str, T: int, window: int, sinks: int, cap: float | None, D: int, edge: int
-) -> None:
+def test_gradients_of_a_prompt(by: Any, T: int, window: int, sinks: int, cap: float | None, D: int, edge: int) -> None:
     """Those of the other form are added to those of k and v; they pass its rounding."""
     q, k, v = (x.transpose(1, 2) for x in tokens(T, D, torch.float32))
     seen = list(by_pytorch(pack_prompt)(k, v, 4)[1:])
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    by = by_triton if form == "triton" else by_pytorch
     o, lse = by(prompt_attention)(*leaves, *seen, window, sinks, 0.2, cap, edge)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     wanted_o, wanted_lse = straight_through(*exact, [x.double() for x in seen], window, sinks, cap, edge)  # type: ignore[arg-type]
@@ -335,27 +331,26 @@ def test_gradients_of_a_prompt(
         assert (one.double() - other).abs().max() < 1e-5 * other.abs().max()
 
 
-@pytest.mark.parametrize("form", ["torch", "triton"])
-def test_a_prompt_of_keys_far_from_zero(form: str) -> None:
+@both
+def test_a_prompt_of_keys_far_from_zero(by: Any) -> None:
     """Their other form is so coarse that scores in it differ by hundreds from those of a query's own group; float32 has
     steps of 0.0005 between such scores. PyTorch has one softmax of both on a CPU alone."""
     device = "cpu" if form == "torch" else DEVICE
     q, k, v = (x.transpose(1, 2).to(device) for x in tokens(101, 64, torch.float32))
     k[..., 5] += 400
     seen = list(by_pytorch(pack_prompt)(k, v, 4)[1:])
-    by = by_triton if form == "triton" else by_pytorch
     found = by(prompt_attention)(100 * q, k, v, *seen, 101, 0, 0.2)
     wanted = straight_through(100 * q.double(), k.double(), v.double(), [x.double() for x in seen], 101, 0, None, 1)
     for one, other in zip(found, wanted, strict=True):
         assert (one.double() - other).abs().max() < 1e-3 * other.abs().max()
 
 
-@pytest.mark.parametrize("form", ["torch", "triton"])
+@both
 @pytest.mark.parametrize("length", [1, 32, 65, 128])
-def test_a_prompt_with_padding(form: str, length: int, poisoned_memory: None) -> None:
+def test_a_prompt_with_padding(by: Any, length: int, poisoned_memory: None) -> None:
     """As without it; the number of tokens is on the device. Of growing groups, those of the tokens come first, and
     places without one hold zeros."""
-    pack = (by_triton if form == "triton" else by_pytorch)(pack_prompt)
+    pack = by(pack_prompt)
     k, v = (x.transpose(1, 2) for x in tokens(128, 64, torch.float32)[1:])
     for groups in (0, 2, 15, None):
         wanted, *wanted_seen = pack(k[:, :length], v[:, :length], 4, groups)
@@ -369,13 +364,12 @@ def test_a_prompt_with_padding(form: str, length: int, poisoned_memory: None) ->
             assert one.isfinite().all()
 
 
-@pytest.mark.parametrize("form", ["torch", "triton"])
+@both
 @pytest.mark.parametrize(
     ("order", "dtype"), [(None, torch.float16), (key_order(64), torch.bfloat16)], ids=["", "ordered"]
 )
-def test_a_prompt_in_sixteen_bits(form: str, order: torch.Tensor | None, dtype: torch.dtype) -> None:
+def test_a_prompt_in_sixteen_bits(by: Any, order: torch.Tensor | None, dtype: torch.dtype) -> None:
     """The restored numbers are those of the layout, bit by bit."""
-    by = by_triton if form == "triton" else by_pytorch
     q, k, v = (x.transpose(1, 2) for x in tokens(101, 64, dtype))
     _, keys, values = by(pack_prompt)(k, v, 4, None, None, order)
     out, _ = by(prompt_attention)(q, k, v, keys, values, 101, 0, 0.2)
@@ -430,7 +424,6 @@ def test_steps_reach_small_and_large_numbers(size: float, middle: float, bits: i
 
     Of 3 bits, the longest steps reach over 880.
     """
-    size = min(size, 400.0) if bits == 3 else size
     size = min(size, 400.0) if bits == 3 else size
     x = size * (2 * torch.rand(500, GROUP, generator=torch.Generator().manual_seed(0)) - 1) + middle
     low, high = x.amin(-1), x.amax(-1)

@@ -71,7 +71,6 @@ def test_low_precision_inputs_are_computed_in_float32() -> None:
     inputs = make_inputs(Case("low", T=70, B=2, H=2, HQ=4, HV=2), dtype)
     o, state = chunk_gated_delta_rule(**inputs)
     assert o.dtype == dtype
-    assert state is not None
     assert state.dtype == torch.float32
     wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     expected, expected_state = chunk_gated_delta_rule(**wide)
@@ -198,3 +197,40 @@ def test_recurrent_form(T: int, groups: tuple[int, int], raw: bool, erase: str) 
 def test_recurrent_form_of_packed_single_tokens() -> None:
     inputs = make_inputs(Case("decode", T=3, H=2, cu_seqlens=(0, 1, 2, 3)))
     assert_close(results(fused_recurrent_gated_delta_rule, inputs), truth(inputs), 2e-6)
+
+
+def test_erase_terms_are_the_formula() -> None:
+    """The gate on the read is not shared between the forms."""
+    q, k, _ = torch.eye(3, dtype=torch.float64).view(3, 1, 1, 1, 3)
+    v, state = torch.full((1, 1, 1, 2), 10.0).double(), torch.ones(1, 1, 3, 2).double()
+    g, beta = torch.full((2, 1, 1, 1), 0.5).double().log_()
+    for erase, read in (("decayed", 0.5), ("undecayed", 1.0), ("off", 0.0)):
+        o, final = naive_gated_delta_rule(q, k, v, g, beta.exp(), 1.0, state, True, erase=erase)
+        wanted = torch.full((3, 2), 0.5).double()
+        wanted[1] += 0.5 * (10 - read)
+        torch.testing.assert_close(final[0, 0], wanted)
+        torch.testing.assert_close(o[0, 0, 0], wanted[0])
+
+
+def test_no_erasing_in_float16_with_strengths_up_to_2() -> None:
+    inputs = make_inputs(Case("half", T=130, H=2, erase="off", beta="two"), torch.float16)
+    found = results(chunk_gated_delta_rule, inputs)
+    assert all(x.isfinite().all() for x in found.values())
+    assert_close(found, truth(inputs), 2 * torch.finfo(torch.float16).eps)
+
+
+def test_erase_term_compiled_and_under_autocast() -> None:
+    inputs = make_inputs(Case("compiled", T=40, H=1, HV=2, K=4, V=6, raw=True, erase="undecayed"))
+    wanted = results(chunk_gated_delta_rule, inputs)
+    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, inputs), wanted, 1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = results(chunk_gated_delta_rule, inputs)
+    assert all(torch.equal(again[name], x) for name, x in wanted.items())
+
+
+@pytest.mark.parametrize("erase", ["undecayed", "off"])
+def test_registered_operators_are_consistent(erase: str) -> None:
+    inputs = make_inputs(Case("registered", T=20, HV=2, K=3, V=4, erase=erase), torch.float64)
+    tensors = [inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    torch.library.opcheck(torch.ops.deltanet_kernels.torch_chunk_forward.default, (*tensors, 0.5, True, True, erase))

@@ -12,7 +12,7 @@ from deltanet_kernels import causal_conv1d, gated_delta_step_, gated_rms_norm, n
 from deltanet_kernels.arguments import StepCall
 from deltanet_kernels.gated_delta_rule.step import delta_step_, gated_delta_step_triton_
 from support.refusals import assert_refused
-from tests.kernels.cases import relative_error
+from tests.kernels.cases import assert_close, relative_error
 from tests.kernels.triton_mode import DEVICE, by_pytorch
 
 
@@ -109,24 +109,6 @@ SLICES = [
     Step("value heads share keys", H=1, HQ=1, HV=3, V=96, norm="per_head", rope=16),
     Step("value heads share queries", H=1, HQ=2, HV=4, K=24, V=70, padding=True),
     Step("repeated heads", H=3, HQ=3, HV=3, K=20, V=90, repeats=3, norm="none"),
-]
-TENSORS = [
-    "q",
-    "k",
-    "v",
-    "a",
-    "b",
-    "state",
-    "A_log",
-    "dt_bias",
-    "conv_weight",
-    "conv_tail",
-    "z",
-    "norm_weight",
-    "padding",
-    "cos",
-    "sin",
-    "k_offset",
 ]
 
 
@@ -225,8 +207,7 @@ def run(step_: Callable[..., torch.Tensor], x: dict[str, Any]) -> dict[str, torc
 
 
 def triton_step_(**x: Any) -> torch.Tensor:
-    call = StepCall(**x)
-    return gated_delta_step_triton_(call)
+    return gated_delta_step_triton_(StepCall(**x))
 
 
 SIDES = [pytest.param(gated_delta_step_, id="public"), pytest.param(triton_step_, id="triton")]
@@ -237,10 +218,7 @@ def test_step(case: Step) -> None:
     x = make(case, device=DEVICE)
     wanted = truth(x)
     for step_ in (gated_delta_step_, triton_step_):
-        found = run(step_, x)
-        assert found.keys() == wanted.keys(), step_
-        for name, y in wanted.items():
-            assert relative_error(found[name], y) < 2e-6, (step_, name)
+        assert_close(run(step_, x), wanted, 2e-6)
 
 
 INDICES = (4, 2)  # of the two sequences
@@ -291,9 +269,7 @@ def test_projections_may_be_slices_of_one_tensor(
         monkeypatch.setattr(
             torch.Tensor, "contiguous", lambda self: pytest.fail("copied") if len(self.shape) == 3 else self
         )
-    found = run(step_, joint)
-    for key, y in wanted.items():
-        assert relative_error(found[key], y) < 2e-6, key
+    assert_close(run(step_, joint), wanted, 2e-6)
 
 
 @pytest.mark.parametrize("step_", SIDES)
@@ -309,8 +285,7 @@ def test_steps_one_by_one_equal_steps_together(step_: Callable[..., torch.Tensor
         token = {name: x[name][:, t : t + 1] for name in ("q", "k", "v", "a", "b", "z", "padding")}
         parts.append(step_(**(x | token | {"state": state, "conv_tail": tail})))
     o = torch.cat(parts, dim=1).masked_fill(x["padding"][:, :, None, None], 0.0)
-    for found, name in ((o, "o"), (state, "state"), (tail, "conv_tail")):
-        assert relative_error(found, wanted[name]) < 2e-6, name
+    assert_close({"o": o, "state": state, "conv_tail": tail}, wanted, 2e-6)
 
 
 @pytest.mark.parametrize("step_", SIDES)
@@ -319,8 +294,7 @@ def test_nan_in_padding_stays_there(step_: Callable[..., torch.Tensor]) -> None:
     wanted = truth(x)
     for name in ("q", "k", "v", "a", "b", "z"):
         x[name][x["padding"]] = float("nan")
-    for name, y in run(step_, x).items():
-        assert relative_error(y, wanted[name]) < 2e-6, name
+    assert_close(run(step_, x), wanted, 2e-6)
 
 
 @pytest.mark.parametrize("case", SLICES, ids=str)
@@ -337,8 +311,7 @@ def test_slices_leave_no_gap_and_touch_no_neighbour(case: Step, poisoned_memory:
     if x["padding"] is not None:
         found["o"] = found["o"].masked_fill(x["padding"][:, :, None, None], 0.0)
     found |= {name: y[1:-1] for name, y in around.items()}
-    for name, y in wanted.items():
-        assert relative_error(found[name], y) < 2e-6, name
+    assert_close(found, wanted, 2e-6)
     for y in around.values():
         assert y[[0, -1]].isnan().all()
 
@@ -367,11 +340,9 @@ def test_step_compiles_and_still_moves_in_place(case: Step, step_: Callable[...,
 def test_the_operator_is_registered_consistently() -> None:
     one = {"B": 1, "H": 1, "HQ": 1, "HV": 1}
     x = make(Step("registered", padding=True, rope=8, offset=True, **one, **NATIVE), device=DEVICE)
-    call = StepCall(*(x[name] for name in TENSORS), 0.25, 1e-6, True, True, True)
-    torch.library.opcheck(delta_step_.op, call)
-    x = make(Step("registered, as given", given=True, **one), device=DEVICE)
-    form = (True, True, False, False, "undecayed")
-    torch.library.opcheck(delta_step_.op, StepCall(*(x[name] for name in TENSORS), 0.25, 1e-6, *form))
+    torch.library.opcheck(delta_step_.op, StepCall(**x))
+    x = make(Step("registered, as given", given=True, erase="undecayed", **one), device=DEVICE)
+    torch.library.opcheck(delta_step_.op, StepCall(**x))
 
 
 WRONG: list[tuple[str, Callable[[Any], Any], str]] = [

@@ -13,6 +13,7 @@ from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import chips
 from tests.kernels.cases import (
     CASES,
+    ERASE_CASES,
     Case,
     assert_as_good,
     assert_close,
@@ -33,8 +34,22 @@ INTERPRETED = {
     "packed, nothing but empty", "g=-inf", "closed at a chunk's last token", "beta=0", "zero keys", "raw gates, packed",
     "no state", "K<V",
 }  # fmt: skip
+OFFSETS = (0, 0, 1, 36, 40)
+SMALL = [  # forms of the erase term, in chunks of 32 tokens
+    Case("off", T=40, H=1, HQ=2, HV=1, erase="off", raw=True),
+    Case("off, packed, beta=0, closed gates", T=42, cu_seqlens=OFFSETS, erase="off", beta="zero", g="tokens"),
+    Case("undecayed, shared heads", T=40, H=1, HQ=1, HV=2, V=24, erase="undecayed", raw=True),
+    Case("undecayed, g=-150", T=33, erase="undecayed", g="shut"),
+    Case("undecayed, closed tokens, beta=0", T=40, erase="undecayed", g="tokens", beta="zero"),
+]
+UNSHARED = [
+    Case("off", T=40, erase="off", raw=True),
+    Case("off, beta=0, closed gates", T=33, erase="off", beta="zero", g="tokens"),
+    Case("undecayed, K<V", T=40, V=24, erase="undecayed", raw=True),
+    Case("undecayed, beta=0, closed gates", T=33, erase="undecayed", beta="zero", g="tokens"),
+]
 WHOLE = {"T=65", "beta=0", "g=-inf", "closed at a chunk's last token", "raw gates, packed", "K<V"}
-CHOSEN = [case for case in CASES if GPU or case.name in INTERPRETED]
+CHOSEN = [*(case for case in CASES if GPU or case.name in INTERPRETED), *SMALL, *(ERASE_CASES if GPU else [])]
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -44,7 +59,7 @@ def test_float32(case: Case) -> None:
     assert_close(results(partial(triton_chunk, segments=1), inputs), truth_of(case), 3e-6 * case.condition)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in WHOLE], ids=str)
+@pytest.mark.parametrize("case", [*(c for c in CASES if c.name in WHOLE), *UNSHARED], ids=str)
 def test_one_kernel_for_all_gradients(case: Case, one_kernel: list[str]) -> None:
     case = replace(case, HQ=None, HV=None)
     inputs = make_inputs(case, torch.float32, DEVICE)
@@ -52,9 +67,11 @@ def test_one_kernel_for_all_gradients(case: Case, one_kernel: list[str]) -> None
     assert chips.GRADIENTS in one_kernel
 
 
-@pytest.mark.parametrize("output", ["o", "final_state"])
-def test_gradient_of_one_output(output: str) -> None:
-    case = Case("one output", T=40, H=1, HQ=2)
+@pytest.mark.parametrize(
+    ("output", "erase"), [("o", "decayed"), ("final_state", "decayed"), ("final_state", "undecayed")]
+)
+def test_gradient_of_one_output(output: str, erase: str) -> None:
+    case = Case("one output", T=40, H=1, HQ=2, erase=erase)
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(partial(triton_chunk, segments=1), inputs, (output,)), truth(inputs, (output,)), 3e-6)
 
@@ -102,35 +119,54 @@ def test_refused_calls_name_the_reason() -> None:
         triton_chunk(x, x, x, -gates, gates)
 
 
-@pytest.mark.parametrize("segments", [1, 4])
-def test_registered_operator_is_sound(segments: int) -> None:
+@pytest.mark.parametrize(
+    ("segments", "case"),
+    [(1, Case("opcheck", T=20, HQ=2)), (4, Case("opcheck", T=20, HQ=2)), *((1, SMALL[i]) for i in (0, 2))],
+    ids=str,
+)
+def test_registered_operator_is_sound(segments: int, case: Case) -> None:
     """Schema, fake implementation and gradient registration agree with what the operator does."""
-    inputs = make_inputs(Case("opcheck", T=20, H=1, HQ=2), torch.float32, DEVICE)
+    inputs = make_inputs(replace(case, T=20), torch.float32, DEVICE)
     arguments = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
     torch.library.opcheck(
         torch.ops.deltanet.chunk_forward.default,
-        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", segments, "decayed"),
+        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", segments, case.erase),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
-def test_compiles_without_a_graph_break() -> None:
+@pytest.mark.parametrize("erase", ["decayed", "undecayed"])
+def test_compiles_without_a_graph_break(erase: str) -> None:
     case, dtype = (Case("compile", T=130, H=2, K=64), torch.bfloat16) if GPU else (Case("compile", T=20), torch.float32)
-    inputs = make_inputs(case, dtype, DEVICE)
+    inputs = make_inputs(replace(case, erase=erase), dtype, DEVICE)
     eager = results(triton_chunk, inputs)
     backend = "inductor" if GPU else "aot_eager"
     compiled = results(torch.compile(triton_chunk, fullgraph=True, backend=backend), inputs)
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
 
 
-@pytest.mark.parametrize("name", ["K=1,V=1", "raw gates, packed", "query heads share a state"])
-def test_half_precision(name: str) -> None:
+HALF = ("K=1,V=1", "raw gates, packed", "query heads share a state")
+
+
+@pytest.mark.parametrize("case", [*(case for case in CASES if case.name in HALF), SMALL[0], SMALL[4]], ids=str)
+def test_half_precision(case: Case) -> None:
     """The 16-bit paths of the kernels, which the interpreter computes rightly in float16 only."""
-    case = next(case for case in CASES if case.name == name)
     inputs = make_inputs(case, torch.float16, DEVICE)
     assert_close(
         results(partial(triton_chunk, segments=1), inputs), truth(inputs), 1.5 * torch.finfo(torch.float16).eps
     )
+
+
+@pytest.mark.parametrize(("segments", "case"), [
+    (2, Case("off, forgetting", T=70, erase="off", g="closed", beta="two")),
+    (4, Case("off, composed", T=70, erase="off", g="zero", beta="two")),
+    # A closed gate does not forget here: the undecayed prediction erases with the whole state.
+    (2, Case("undecayed, closed", T=70, erase="undecayed", g="closed")),
+    (4, Case("undecayed, composed", T=70, erase="undecayed", g="tokens")),
+], ids=str)  # fmt: skip
+def test_segments_know_what_they_forget(segments: int, case: Case) -> None:
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    assert_close(results(partial(triton_chunk, segments=segments), inputs), truth(inputs), 3e-6)
 
 
 def test_one_kernel_only_where_its_tiles_are_alike() -> None:
@@ -152,7 +188,7 @@ def test_one_kernel_only_where_its_tiles_are_alike() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1], ids=str)
+@pytest.mark.parametrize("case", [c for c in (*CASES, *ERASE_CASES) if c.condition == 1], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype, DEVICE)
     assert_as_good(results(triton_chunk, inputs), plainly_in(dtype, inputs), truth(inputs), dtype)
@@ -179,9 +215,10 @@ def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
-def test_thousand_runs_are_identical(K: int) -> None:
-    inputs = make_inputs(Case("repeat", T=300, B=2, H=2, K=K), torch.bfloat16, DEVICE)
-    assert_repeats(lambda: results(triton_chunk, inputs), 1000)
+@pytest.mark.parametrize(("erase", "times"), [("decayed", 1000), ("off", 100), ("undecayed", 100)])
+def test_many_runs_are_identical(K: int, erase: str, times: int) -> None:
+    inputs = make_inputs(Case("repeat", T=300, B=2, H=2, K=K, erase=erase), torch.bfloat16, DEVICE)
+    assert_repeats(lambda: results(triton_chunk, inputs), times)
 
 
 @pytest.mark.gpu
@@ -217,3 +254,23 @@ def test_another_stream_and_no_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
     assert torch.equal(o, expected["o"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("erase", ["off", "undecayed"])
+@pytest.mark.parametrize(("K", "V", "H", "HQ", "HV", "dtype"), [
+    (64, 64, 2, 2, 2, torch.bfloat16),
+    (64, 64, 1, 4, 2, torch.bfloat16),
+    (128, 128, 2, 2, 2, torch.bfloat16),
+    (128, 128, 1, 2, 4, torch.bfloat16),
+    (100, 60, 1, 2, 4, torch.bfloat16),
+    (256, 256, 1, 1, 1, torch.bfloat16),
+    (128, 128, 1, 2, 1, torch.float32),
+    (256, 64, 1, 1, 1, torch.float32),
+], ids=str)  # fmt: skip
+def test_head_sizes(
+    erase: str, K: int, V: int, H: int, HQ: int, HV: int, dtype: torch.dtype
+) -> None:  # fmt: skip
+    inputs = make_inputs(Case("sizes", T=192, H=H, HQ=HQ, HV=HV, K=K, V=V, erase=erase), dtype, DEVICE)
+    tolerance = 5e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert_close(results(triton_chunk, inputs), truth(inputs), tolerance)

@@ -32,7 +32,6 @@ def test_gradients_come_from_the_chunk_kernels() -> None:
     inputs = make_inputs(Case("gradient", T=3, H=1), torch.float32, DEVICE)
     o, _ = triton_recurrent(**inputs)
     o.sum().backward()
-    assert inputs["k"].grad is not None
     assert inputs["k"].grad.abs().sum() > 0
 
 

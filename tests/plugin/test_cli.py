@@ -27,30 +27,30 @@ from deltanet_hf.sessions.conversation import first_turn, further_turn
 from deltanet_hf.version import __version__, install_command
 from deltanet_recipes.cli import COMMANDS, Subcommand
 from deltanet_recipes.log_bars import hide_bars_in_logs
-from support.command_line import typed
+from support.command_line import CommandLine
 from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import tiny_student
 
 
-def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert typed(monkeypatch, "--help") == 0
-    shown = capsys.readouterr().out
+def test_help_lists_every_command(cli: CommandLine) -> None:
+    assert cli("--help") == 0
+    shown = cli.out
     panels = re.findall(r"─ (\w+) ─", shown)
     assert panels == ["Options", "Convert", "Train", "Measure", "Run"]
     listed = re.findall(r"^│ (\w+) ", shown, re.MULTILINE)
     assert listed == [name for name in COMMANDS if name != "distil"]  # the other spelling of distill
 
 
-def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert typed(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"deltanet-hf {__version__}\n"
+def test_the_version(cli: CommandLine) -> None:
+    assert cli("--version") == 0
+    assert cli.out == f"deltanet-hf {__version__}\n"
 
 
-def test_each_command_has_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_has_help(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in COMMANDS:
-        assert typed(monkeypatch, name, "--help") == 0, name
-        shown = capsys.readouterr().out
+        assert cli(name, "--help") == 0, name
+        shown = cli.out
         assert "Usage" in shown, name
         assert "…" not in shown, name  # nothing is cut in a narrow terminal
 
@@ -72,7 +72,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(Subcommand, "load", lambda self: fail)
 
 
-def test_errors_are_one_line_with_a_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line_with_a_status(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"lm_eval.api": ("lm_eval", "eval"), "peft": ("peft", "train")}
     rows: list[tuple[Exception, int, str]] = [
         (UserError("a.json: x"), 2, "error: a.json: x"),
@@ -84,19 +84,19 @@ def test_errors_are_one_line_with_a_status(monkeypatch: pytest.MonkeyPatch, caps
     ]
     for error, status, said in rows:
         failing(monkeypatch, error)
-        assert typed(monkeypatch, "generate") == status
-        shown = capsys.readouterr().err
+        assert cli("generate") == status
+        shown = cli.err
         assert shown.startswith(said)
         assert shown.count("\n") == 1
     failing(monkeypatch, KeyboardInterrupt())
-    assert typed(monkeypatch, "generate") == 130
+    assert cli("generate") == 130
 
 
-def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_keep_their_traceback(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (ValueError("a defect"), ModuleNotFoundError(name="deltanet_hf.absent")):
         failing(monkeypatch, error)
         with pytest.raises(type(error)):
-            typed(monkeypatch, "generate")
+            cli("generate")
 
 
 def test_an_exception_as_one_line() -> None:
@@ -117,60 +117,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_generate_prints_text_and_stats(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert typed(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--stats") == 0
-    shown = capsys.readouterr()
-    assert shown.out.split()
-    assert all(word.startswith(("w", "<")) for word in shown.out.split())
-    assert "tokens/s" in shown.err
-    assert "bytes" in shown.err
+def test_generate_prints_text_and_stats(cli: CommandLine, folder: Path) -> None:
+    assert cli("generate", folder, "--prompt", "w5 w6", "--stats") == 0
+    assert cli.out.split()
+    assert all(word.startswith(("w", "<")) for word in cli.out.split())
+    assert "tokens/s" in cli.err
+    assert "bytes" in cli.err
 
 
-def test_generate_reads_standard_input(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert typed(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "5") == 0
-    asked = capsys.readouterr().out
+def test_generate_reads_standard_input(cli: CommandLine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "5") == 0
+    asked = cli.out
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6"))
-    assert typed(monkeypatch, "generate", folder, "--max-new-tokens", "5") == 0
-    assert capsys.readouterr().out == asked
+    assert cli("generate", folder, "--max-new-tokens", "5") == 0
+    assert cli.out == asked
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert typed(monkeypatch, "generate", folder) == 2
-    assert "--prompt: missing" in capsys.readouterr().err
+    assert cli("generate", folder) == 2
+    assert "--prompt: missing" in cli.err
 
 
-def test_sampled_generation_is_repeated_by_its_seed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sampled_generation_is_repeated_by_its_seed(cli: CommandLine, folder: Path) -> None:
     texts = []
     for more in ([], ["--temperature", "1"], ["--temperature", "1"]):
-        assert typed(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "9", *more) == 0
-        texts.append(capsys.readouterr().out)
+        assert cli("generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "9", *more) == 0
+        texts.append(cli.out)
     assert texts[1] == texts[2]
     assert texts[0] != texts[1]
 
 
-def test_a_quantised_cache_says_the_same_and_is_smaller(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantised_cache_says_the_same_and_is_smaller(cli: CommandLine, folder: Path, tmp_path: Path) -> None:
     """The option and the model's own setting, which the option overrides."""
     own = shutil.copytree(folder, tmp_path / "own")
     set_cache_bits(load_for_inference(str(folder))[0], 8).config.save_pretrained(own)
-    prompt, shown = " ".join(f"w{3 + i % 90}" for i in range(140)), []
+    prompt, texts, sizes = " ".join(f"w{3 + i % 90}" for i in range(140)), set(), []
     for model, more in ((folder, []), (folder, ["--cache-bits", "8"]), (own, []), (own, ["--cache-bits", "16"])):
-        assert typed(monkeypatch, "generate", model, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
-        shown.append(capsys.readouterr())
-    assert len({text.out for text in shown}) == 1
-    exact, packed, by_model, back = (
-        int(text.err.split(" bytes")[0].split("cache ")[1].replace(",", "")) for text in shown
-    )
+        assert cli("generate", model, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
+        texts.add(cli.out)
+        sizes.append(int(cli.err.split(" bytes")[0].split("cache ")[1].replace(",", "")))
+    exact, packed, by_model, back = sizes
+    assert len(texts) == 1
     assert packed == by_model < exact == back
 
 
 def test_what_the_model_prefers_for_its_answers_does_not_break_the_command(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, folder: Path, tmp_path: Path
 ) -> None:
     model, shown = shutil.copytree(folder, tmp_path / "model"), []
     tokenizer = tiny_tokenizer()
@@ -183,8 +173,8 @@ def test_what_the_model_prefers_for_its_answers_does_not_break_the_command(
     for settings in ({}, *unusual, {"use_cache": False}, {"stop_strings": ["no such words"]}):
         file.write_text(json.dumps(usual | settings))
         options = ["--prompt", "a b", "--max-new-tokens", "4", "--cache-bits", "8", "--session"]
-        assert typed(monkeypatch, "generate", model, *options, tmp_path / str(len(shown))) == 0
-        shown.append(capsys.readouterr().out)
+        assert cli("generate", model, *options, tmp_path / str(len(shown))) == 0
+        shown.append(cli.out)
     assert len(shown[0]) > 1
     assert set(shown) == {shown[0]}
 
@@ -194,14 +184,14 @@ PROMPTS = ("w5 w6 w7", "w8 w9", "w10")
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_session_goes_on_as_if_it_had_never_stopped(
-    bits: int | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: CommandLine, bits: int | None, folder: Path, tmp_path: Path
 ) -> None:
     session, said = tmp_path / "session", []
     for prompt in PROMPTS:
         more = ["--cache-bits", bits] if bits else []
         options = ["--prompt", prompt, "--session", session, "--max-new-tokens", "4", "--stats", *more]
-        assert typed(monkeypatch, "generate", folder, *options) == 0
-        said.append(capsys.readouterr())
+        assert cli("generate", folder, *options) == 0
+        said.append((cli.out.strip(), cli.err))
     model, tokenizer = load_for_inference(str(folder))
     set_cache_bits(model, bits or 16)
     ids, cache, answers = torch.zeros(1, 0, dtype=torch.long), None, []
@@ -211,13 +201,13 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(
         result = model.generate(before, past_key_values=cache, **options)
         ids, cache = result.sequences, result.past_key_values
         answers.append(tokenizer.decode(ids[0, before.shape[1] :], skip_special_tokens=True))
-    assert [text.out.strip() for text in said] == [answer.strip() for answer in answers]
+    assert [text for text, _ in said] == [answer.strip() for answer in answers]
     saved = load_session(session, model)
     assert saved.input_ids.equal(ids.to(saved.input_ids.device))
-    assert "prompt 3 tokens" in said[0].err
-    assert "prompt 3 tokens" in said[1].err  # the last token of the answer and two more
-    assert typed(monkeypatch, "generate", folder, "--prompt", "w3", "--session", session, "--cache-bits", "4") == 2
-    assert f"in {bits or 16} bits, the model has 4" in capsys.readouterr().err
+    assert "prompt 3 tokens" in said[0][1]
+    assert "prompt 3 tokens" in said[1][1]  # the last token of the answer and two more
+    assert cli("generate", folder, "--prompt", "w3", "--session", session, "--cache-bits", "4") == 2
+    assert f"in {bits or 16} bits, the model has 4" in cli.err
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -266,13 +256,11 @@ REFUSED: list[tuple[list[str], str]] = [
 ]
 
 
-def test_generate_refuses(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_refuses(cli: CommandLine, folder: Path, tmp_path: Path) -> None:
     places = {"folder": folder, "empty": tmp_path}
     for arguments, said in REFUSED:
-        assert typed(monkeypatch, "generate", *(argument.format(**places) for argument in arguments)) == 2, arguments
-        assert said in capsys.readouterr().err, arguments
+        assert cli("generate", *(argument.format(**places) for argument in arguments)) == 2, arguments
+        assert said in cli.err, arguments
 
 
 def without(tensor: str) -> Callable[[Path], Any]:
@@ -296,10 +284,7 @@ def without_table(folder: Path) -> None:
 DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
     (cut("model.safetensors", 5000), "the model cannot be loaded (Error while deserializing header"),
     (cut("model.safetensors", 0), "the model cannot be loaded"),
-    (
-        without("model.layers.1.self_attn.q_proj.weight"),
-        "lack 1 tensors of the model, such as 'model.layers.1.self",
-    ),
+    (without("model.layers.1.self_attn.q_proj.weight"), "lack 1 tensors of the model, such as 'model.layers.1.self"),
     (without_table, "config.json cannot be loaded (deltanet: missing key"),
     (cut("config.json", 10), "config.json cannot be loaded"),
     (cut("tokenizer.json", 10), "its tokenizer cannot be loaded"),
@@ -308,13 +293,11 @@ DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-def test_generate_refuses_a_damaged_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_refuses_a_damaged_folder(cli: CommandLine, folder: Path, tmp_path: Path) -> None:
     for number, (change, said) in enumerate(DAMAGED):
         damaged = Path(shutil.copytree(folder, tmp_path / str(number)))
         change(damaged)
-        assert typed(monkeypatch, "generate", damaged, "--prompt", "x") == 2
-        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert cli("generate", damaged, "--prompt", "x") == 2
+        error = cli.err.strip().splitlines()[-1]
         assert error.startswith(f"error: {damaged}: ")
         assert said in error

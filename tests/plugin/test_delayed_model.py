@@ -42,11 +42,7 @@ def heads(window: int, bits: int) -> PreTrainedModel:
     return set_cache_bits(tiny_mixture("llama", LayerTable(kinds, tuple(kinds))), bits).double()
 
 
-MODELS = {
-    "4 bits": lambda: student(33, 4),
-    "16 bits": lambda: student(65, 16),
-    "heads in 8 bits": lambda: heads(33, 8),
-}
+MODELS = {"4 bits": lambda: student(33, 4), "16 bits": lambda: student(65, 16), "heads in 8 bits": lambda: heads(33, 8)}
 
 
 @pytest.fixture(params=MODELS)

@@ -59,7 +59,6 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor, bound: int | None =
     With a bound, sinks outside of the window are seen as from no further position.
     """
     branch = mixer.window_branch
-    assert branch is not None
     (B, T, _), bits = x.shape, branch.cache_bits
     projected = mixer.project(x)
     rotary, place = getattr(model.model.rotary_emb, "own", model.model.rotary_emb), torch.arange(T)[None]

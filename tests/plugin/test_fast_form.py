@@ -138,10 +138,7 @@ SPOILED: list[tuple[Callable[[Any], Any], str]] = [
         lambda model: setattr(model.model.layers[1].mlp, "forward", model.model.layers[1].mlp.forward),
         "model.layers.1.mlp: its forward is compiled or replaced",
     ),
-    (
-        lambda model: model.model.norm.compile(backend="eager"),
-        "model.norm: its forward is compiled or replaced",
-    ),
+    (lambda model: model.model.norm.compile(backend="eager"), "model.norm: its forward is compiled or replaced"),
     (lambda model: model.model.layers[-1].mlp.train(), "model.layers.3.mlp: it is in training mode"),
     (switch_off_state, "model.layers.0.self_attn.window_branch: its method mixing_gate is replaced"),
     (

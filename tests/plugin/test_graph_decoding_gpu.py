@@ -122,7 +122,6 @@ def test_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         options = {"use_cache": True, "logits_to_keep": 1}
         wanted = model(ids, past_key_values=caches[0], **options).logits
         found = read_prompt(model, {"input_ids": ids, "past_key_values": caches[1], **options})
-        assert found is not None
         pairs = [(found.logits, wanted)]
         for (name, one), (_, other) in zip(*map(cache_tensors, reversed(caches)), strict=True):
             assert one.shape == other.shape, name
@@ -137,7 +136,6 @@ def test_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for one, other in pairs:
             assert (one.double() - other.double()).norm() <= 5e-3 * other.double().norm(), (length, one.shape)
     prompts = captured_graphs_of(model).prompts
-    assert prompts is not None
     assert prompts.capturable
     assert list(prompts.kept) == [(2, 64), (2, 768)]
     assert len({prompt.memory for prompt in prompts.kept.values()}) == 1

@@ -118,6 +118,5 @@ def test_wrong_settings_are_named() -> None:
     ]
     preset = functools.partial(LayerTable.preset, 4)
     assert_refused(
-        preset,
-        [({"mixer": mixer, name: value}, ValueError, rf"^{mixer}\.{name}: got ") for mixer, name, value in rows],
+        preset, [({"mixer": mixer, name: value}, ValueError, rf"^{mixer}\.{name}: got ") for mixer, name, value in rows]
     )

@@ -286,11 +286,7 @@ def test_a_second_save_is_complete_too(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[str, object, str]] = [
-    (
-        "kinds.linear.mixer",
-        "hybrid",
-        r"deltanet\.kinds\.linear\.mixer: got 'hybrid', expected one of gated_deltanet",
-    ),
+    ("kinds.linear.mixer", "hybrid", r"deltanet\.kinds\.linear\.mixer: got 'hybrid', expected one of gated_deltanet"),
     ("kinds.linear.mixer", None, r"deltanet\.kinds\.linear\.mixer: missing key"),
     ("kinds.linear", 3, r"deltanet\.kinds\.linear\.mixer: missing key"),
     ("kinds.softmax", {"mixer": "window"}, r"deltanet\.kinds: 'softmax' cannot be the name"),

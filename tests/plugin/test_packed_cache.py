@@ -306,9 +306,7 @@ def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [QuantisedCacheSpec(4, None), QuantisedCacheSpec(8, 40, 4), QuantisedCacheSpec(4, 33, 2, 50)],
-    ids=str,
+    "spec", [QuantisedCacheSpec(4, None), QuantisedCacheSpec(8, 40, 4), QuantisedCacheSpec(4, 33, 2, 50)], ids=str
 )
 @torch.no_grad()
 def test_sequences_that_begin_in_one_row(spec: QuantisedCacheSpec) -> None:

@@ -28,14 +28,7 @@ from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_hf.sessions.model_identity import model_identity
 from support.refusals import assert_refused
 from support.registry import IN_FULL, made, rows
-from support.tiny_models import (
-    HYBRID,
-    mixed_mixture_table,
-    mixed_table,
-    tiny_mixture,
-    tiny_student,
-    tiny_teacher,
-)
+from support.tiny_models import HYBRID, mixed_mixture_table, mixed_table, tiny_mixture, tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(4))
 SIDES = {"left": slice(0, 4), "right": slice(5, 10)}  # padding of the first row in a prompt of 10 tokens
@@ -264,10 +257,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "deep": (lambda t, m: m.update(cache="[" * 100_000), "metadata is damaged"),
     "tokens": (lambda t, m: m.update(cache='{"tokens": -3, "cache_bits": 16}'), "metadata is damaged"),
     "more tokens": (lambda t, m: m.update(cache='{"tokens": 99, "cache_bits": 16}'), "do not fit 99 tokens"),
-    "fewer tokens": (
-        lambda t, m: m.update(cache='{"tokens": 2, "cache_bits": 16}'),
-        "counts that are not from 0 to 2",
-    ),
+    "fewer tokens": (lambda t, m: m.update(cache='{"tokens": 2, "cache_bits": 16}'), "counts that are not from 0 to 2"),
     "bits": (lambda t, m: m.update(cache='{"tokens": 10, "cache_bits": 5}'), "metadata is damaged"),
     "no ids": (lambda t, m: t.pop("input_ids"), "has no input_ids"),
     "ids": (lambda t, m: t["input_ids"].fill_(97), "of a vocabulary of 97"),

@@ -37,10 +37,7 @@ def held(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> int:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "dtype", "state_dtype"),
-    [
-        ("mistral", torch.float32, "bfloat16"),
-        ("gemma2", torch.bfloat16, "float32"),
-    ],
+    [("mistral", torch.float32, "bfloat16"), ("gemma2", torch.bfloat16, "float32")],
     ids=str,
 )
 def test_a_cache_has_the_bytes_of_the_plan_at_any_length(family: str, dtype: torch.dtype, state_dtype: str) -> None:

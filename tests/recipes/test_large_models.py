@@ -48,10 +48,7 @@ def options(shape: str, output: Path, **changes: Any) -> argparse.Namespace:
     ids=["states", "windows"],
 )
 def test_a_tiny_model_is_trained(
-    others: tuple[str, ...],
-    stages: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    others: tuple[str, ...], stages: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = {"student": "s", "output": "o", "stages": [{**ALIGN, "mode": "layerwise"}, DISTIL]}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))

@@ -17,14 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_recipes.training.checksums import (
-    Damaged,
-    SummedFile,
-    check_sums,
-    load_tensors,
-    save_tensors,
-    write_sums,
-)
+from deltanet_recipes.training.checksums import Damaged, SummedFile, check_sums, load_tensors, save_tensors, write_sums
 from deltanet_recipes.training.logbook import LOG, Logbook, read_log
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.trainer import Trainer

@@ -281,6 +281,5 @@ def test_chat_completions_alone_are_scored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     source = Source(path=str(tmp_path / "a.jsonl"), messages_key="messages")
     corpus = load_corpus(source, tokenizer, EOS, tmp_path / "cache")
-    assert corpus.scored is not None
     scored = [tokenizer.convert_ids_to_tokens(int(t)) for t, s in zip(corpus.tokens, corpus.scored, strict=True) if s]
     assert scored == ["w2", "w3", "w52"]

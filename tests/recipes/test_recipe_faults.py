@@ -118,7 +118,6 @@ def test_processes_whose_launcher_is_killed_end_with_one_line() -> None:
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCHELASTIC_RUN_ID": "none"}
     command = [sys.executable, "-c", LAUNCHER, WORKER]
     with subprocess.Popen(command, env=paths, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
         assert launcher.stdout.readline() == ".\n"
         launcher.kill()
         (line,) = launcher.stdout.read().splitlines()  # returns once the worker has closed it

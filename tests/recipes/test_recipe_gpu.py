@@ -33,12 +33,7 @@ LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2
 
 
 def gradients(
-    folder: Path,
-    compiled: bool,
-    graphs: bool,
-    isolate: bool,
-    alone: bool = False,
-    precision: Any = "bf16",
+    folder: Path, compiled: bool, graphs: bool, isolate: bool, alone: bool = False, precision: Any = "bf16"
 ) -> dict[str, torch.Tensor]:
     """The gradients of three micro-batches: their sum, or with `alone` those of the last one."""
     from transformers import AutoModelForCausalLM

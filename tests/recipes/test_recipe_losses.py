@@ -160,7 +160,6 @@ def boundaries_of(ends: list[int]) -> torch.Tensor:
 
 def test_boundaries_of_a_shape_have_one_of_few_lengths() -> None:
     one = document_boundaries(packed_rows().position_ids)
-    assert one is not None
     assert one.tolist()[:6] == [0, 10, 16, 24, 45, 48]
     assert set(one.tolist()[5:]) == {48}
     assert {len(boundaries_of(ends)) for ends in ([3], [3, 9], [3, 9, 200, 400])} == {1 + 2 + 8}

@@ -129,8 +129,7 @@ def test_an_output_that_cannot_be_is_one_line(workplace: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "steps"),
-    [("joint", [0, 2, 4, 4, 6, 8]), ("layerwise", [0, 2, 4, 4, 6, 8, 8, 10, 12, 12, 14, 16])],
+    ("mode", "steps"), [("joint", [0, 2, 4, 4, 6, 8]), ("layerwise", [0, 2, 4, 4, 6, 8, 8, 10, 12, 12, 14, 16])]
 )
 def test_trackers_get_the_recipe_and_every_row_at_its_step(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, steps: list[int]

@@ -60,9 +60,7 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, at: int, times: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "at"),
-    [(LAYERWISE, 4), (LAYERWISE, 11), (DISTIL, 4)],
-    ids=["layerwise", "last step of a layer", "distil"],
+    ("stage", "at"), [(LAYERWISE, 4), (LAYERWISE, 11), (DISTIL, 4)], ids=["layerwise", "last step of a layer", "distil"]
 )
 def test_ctrl_c_keeps_the_step_and_the_run_goes_on_to_the_same_losses(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: dict[str, Any], at: int

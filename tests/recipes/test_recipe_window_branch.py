@@ -56,7 +56,6 @@ def test_stages_without_a_rate_for_the_share_are_named() -> None:
     student = tiny_student("llama", window=5)
     given: list[Any] = [Align(tokens=8192), Distil(tokens=65536, optimizer=Optimizer(share_lr=1e-2))]
     said = unset_rates(given, student)
-    assert said is not None
     assert said.startswith("align: the student has windows and begins near its teacher")
     assert unset_rates(given[1:], student) is None
     assert unset_rates(given, tiny_student("llama")) is None

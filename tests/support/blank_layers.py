@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from deltanet_convert.start import start_rule
+from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.parts import Part
-from support.tiny_models import tiny_student
+from support.tiny_models import tiny_student, tiny_teacher
 
 
 def layer_inputs(
@@ -41,3 +43,18 @@ def blank_layer(model_type: str, profile: str, index: int, **changes: Any) -> Ga
         if isinstance(module, Part):
             module.reset_parameters()
     return layer
+
+
+def started(
+    model_type: str, profile: str = "faithful", index: int = 0, **changes: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The teacher's attention, the started layer, the attention's inputs and other arguments, and the figures."""
+    attention, states, kwargs = layer_inputs(tiny_teacher(model_type, attn_implementation="eager"), index)
+    layer = blank_layer(model_type, profile, index, **changes)
+    return attention, layer, states, kwargs, start_rule(layer.name)(attention, layer, LayerCalibration(states, kwargs))
+
+
+def relative_mse(attention: Any, layer: Any, states: torch.Tensor, kwargs: dict[str, Any]) -> float:
+    """Of the layer's output from the teacher's."""
+    want = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
+    return float((layer(states, **kwargs)[0] - want).square().sum() / want.square().sum())

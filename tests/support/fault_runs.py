@@ -15,10 +15,7 @@ from deltanet_recipes.training import pipeline
 from deltanet_recipes.training.trainer import Trainer
 from support.tiny_run import ALIGN, DISTIL, losses, tiny_recipe
 
-STAGES = [
-    {**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256},
-    {**DISTIL, "tokens": 128 * 7},
-]
+STAGES = [{**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256}, {**DISTIL, "tokens": 128 * 7}]
 
 
 class Stop(BaseException):

@@ -77,10 +77,7 @@ def export(place: Path) -> Callable[[Path], object]:
 
 def training(place: Path) -> Callable[[Path], object]:
     make_workplace(place)
-    stages = [
-        {**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256},
-        {**DISTIL, "tokens": 128 * 7},
-    ]
+    stages = [{**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256}, {**DISTIL, "tokens": 128 * 7}]
 
     def train(out: Path) -> None:
         recipe = write_recipe(place, recipe_tree(place, stages, output=str(out)))

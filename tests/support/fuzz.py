@@ -29,7 +29,6 @@ from deltanet_convert import output_files
 from deltanet_convert.conversion import convert
 from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.select.selection_file import FORMAT
 from deltanet_convert.start import START
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.config import load_recipe
@@ -38,6 +37,7 @@ from support.damage import damaged_bytes, damaged_json, damaged_text
 from support.tiny_conversion import PLAIN, quick_start, teacher_folder, text_file
 from support.tiny_gguf import write_gguf
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree
+from support.tiny_selection import selection_file
 
 LONGEST_LINE = 1500  # characters of a message, paths included
 SECONDS = 30  # a case that takes longer hangs
@@ -121,23 +121,10 @@ def recipe(inputs: Inputs, case: Path, random: Random) -> None:
 
 
 def layers(inputs: Inputs, case: Path, random: Random) -> None:
-    selection = {
-        "format": FORMAT,
-        "teacher": "teacher",
-        "model_type": "qwen3",
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "unit": "kv_head",
-        "method": "probes",
-        "budget": "1",
-        "seed": 0,
-        "kept": [[1, 0]],
-        "order": [[1, 0]],
-        "scores": {},
-        "settings": {"window": 8},
-    }
+    keys = {"model_type": "qwen3", "num_hidden_layers": 2, "settings": {"window": 8}, "kept": [[1, 0]]}
+    file = Path(selection_file(case, **keys)).rename(case / "layers.json")
+    selection = json.loads(file.read_text())
     value = random.choice((selection, {**selection, "unit": "layer", "kept": [1], "order": [1]}, [1]))
-    file = case / "layers.json"
     file.write_bytes(damaged_text(value, random) if random.random() < 0.9 else damaged_bytes(b"1  # kept\n", random))
     inputs.convert(inputs.teacher, case, layers=str(file))
 

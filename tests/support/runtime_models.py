@@ -39,10 +39,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
-        initial_alphabet=list(string.printable[:94]),
-        show_progress=False,
+        vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=list(string.printable[:94]), show_progress=False
     )
     backend.train_from_iterator(
         [shipped_texts()[0].read_text(encoding="utf-8")[:20000].encode("ascii", "ignore").decode()], trainer

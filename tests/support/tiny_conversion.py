@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import string
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_convert.conversion import convert
 from deltanet_convert.job import Job, prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start import START, start_rule
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.storage.teacher_source import Source
@@ -51,15 +51,6 @@ def teacher_folder(path: Path, model_type: str, max_shard_size: str = "50MB", **
 def opened(folder: Path) -> Teacher:
     """The teacher in a folder."""
     return open_teacher(Source(folder.name, folder, None))
-
-
-def with_nan(teacher: Path, folder: Path, tensor: str) -> Path:
-    """A copy of a teacher in one file, whose first number of this tensor is NaN."""
-    shutil.copytree(teacher, folder)
-    weights = load_file(folder / "model.safetensors")
-    weights[tensor].view(-1)[0] = torch.nan
-    save_file(weights, folder / "model.safetensors")
-    return folder
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -103,3 +94,21 @@ def quick_start(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibrat
         layer.window_branch.share_proj.bias.zero_()
     figures = {"half_life": [1.0] * layer.num_states, "beta": [0.5] * layer.num_states}
     return {**figures, "search_mse": 1.0, "fit_mse": float(calibration.hidden_states.square().mean())}
+
+
+def assert_resumes(teacher: Path, folder: Path, rule: str, at: int, **options: Any) -> None:
+    """A conversion that ends while `rule` starts the layer `at` is resumed to the files of one that does not."""
+    start = start_rule(rule)
+
+    def stopped(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
+        if layer.layer_idx == at:
+            raise KeyboardInterrupt
+        return start(attention, layer, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(START, rule, stopped)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_conversion(teacher, folder / "resumed", **options)
+    tiny_conversion(teacher, folder / "resumed", resume=True, **options)
+    tiny_conversion(teacher, folder / "whole", **options)
+    assert digest(folder / "resumed") == digest(folder / "whole")

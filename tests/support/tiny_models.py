@@ -106,10 +106,7 @@ def mixed_mixture_table(**changes: Any) -> LayerTable:
     """Layers with different mixed heads beside a softmax layer; the linear heads of some have a window too."""
     made = LayerTable.preset(1, "gated_deltanet+window", window=5, state_dtype="float32", **changes)
     both = made.only_kind.settings.to_dict()
-    kinds = {
-        "near": mixed_heads("window", "linear"),
-        "far": mixed_heads("linear", "softmax", linear=both),
-    }
+    kinds = {"near": mixed_heads("window", "linear"), "far": mixed_heads("linear", "softmax", linear=both)}
     return LayerTable(kinds, ("far", "near", "softmax", "far"))
 
 
