@@ -335,7 +335,7 @@ def test_gradients_of_a_prompt(by: Any, T: int, window: int, sinks: int, cap: fl
 def test_a_prompt_of_keys_far_from_zero(by: Any) -> None:
     """Their other form is so coarse that scores in it differ by hundreds from those of a query's own group; float32 has
     steps of 0.0005 between such scores. PyTorch has one softmax of both on a CPU alone."""
-    device = "cpu" if form == "torch" else DEVICE
+    device = "cpu" if by is by_pytorch else DEVICE
     q, k, v = (x.transpose(1, 2).to(device) for x in tokens(101, 64, torch.float32))
     k[..., 5] += 400
     seen = list(by_pytorch(pack_prompt)(k, v, 4)[1:])
