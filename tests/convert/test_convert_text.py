@@ -1,12 +1,10 @@
-"""Calibration text: three kinds of files, two disjoint parts, clear errors."""
+"""Calibration text: no more of a file than is needed, two disjoint parts, clear errors."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -16,17 +14,6 @@ from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import tiny_tokenizer
 from support.tiny_models import teacher_config
-
-DOCUMENTS = ["First document.", "Second, with a line\nbreak.", "Third: 1 2 3."]
-
-
-def test_three_kinds_of_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t, "id": 1}) for t in DOCUMENTS) + "\n\n")
-    pq.write_table(pa.table({"text": DOCUMENTS, "id": [1, 2, 3]}), tmp_path / "a.parquet")
-    assert read_text(tmp_path / "a.txt", 100) == ["\n".join(DOCUMENTS)]
-    assert read_text(tmp_path / "a.jsonl", 100) == DOCUMENTS
-    assert read_text(tmp_path / "a.parquet", 100) == DOCUMENTS
 
 
 def test_a_corpus_is_not_read_to_its_end(tmp_path: Path) -> None:

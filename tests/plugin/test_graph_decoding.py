@@ -58,19 +58,9 @@ def padding(side: str, rows: int = 2) -> torch.Tensor:
 
 def generate(model: PreTrainedModel, tokens: int = 12, side: str = "left", rows: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
-    return model.generate(
-        TOKENS[:rows],
-        attention_mask=padding(side, rows),
-        **{
-            "max_new_tokens": tokens,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            "return_dict_in_generate": True,
-            "output_logits": True,
-            **options,
-        },
-    )
+    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    returned = {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(TOKENS[:rows], attention_mask=padding(side, rows), **{**greedy, **returned, **options})
 
 
 def check_same(model: PreTrainedModel, **options: Any) -> Any:

@@ -26,19 +26,9 @@ def generate(model: PreTrainedModel, side: str = "left", **options: Any) -> Any:
     mask = torch.ones_like(TOKENS)
     mask[1, slice(0, 4) if side == "left" else slice(5, 9)] = 0
     torch.manual_seed(0)
-    return model.generate(
-        TOKENS.cuda(),
-        attention_mask=mask.cuda(),
-        **{
-            "max_new_tokens": 24,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            "return_dict_in_generate": True,
-            "output_logits": True,
-            **options,
-        },
-    )
+    greedy = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    returned = {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(TOKENS.cuda(), attention_mask=mask.cuda(), **{**greedy, **returned, **options})
 
 
 def check_same(model: PreTrainedModel, rtol: float = 2e-3, **options: Any) -> torch.Tensor:
