@@ -46,6 +46,8 @@ class FastMixer(Mixer):
     """Comes before the class of a mixer (`paired_class`), so that `super()` is the mixer's own."""
 
     merged: MergedProjection
+    has_step_kernel = False
+    """Whether a kernel computes all of a step of the rule."""
 
     @classmethod
     def of(cls, mixer: Mixer, may_move: bool) -> Any:
@@ -58,13 +60,13 @@ class FastMixer(Mixer):
 
     @cached_property
     def fused(self) -> Fused:
-        """What kernels compute of the layer, decided once for a form."""
+        """The calls that kernels compute, decided once for a form."""
         branch = self.window_branch
         if self.conv1d is not None and self.settings.conv_on == "k":
             return Fused.NOTHING
         if branch is not None and (branch.learned_sinks is not None or branch.delayed):
             return Fused.NOTHING
-        return Fused.PROMPT
+        return Fused.STEP if self.has_step_kernel else Fused.PROMPT
 
     @property
     def has_step(self) -> bool:
@@ -169,11 +171,10 @@ class FastDeltaRule(FastMixer, DeltaRule):
         output, new_state = chunk_rule.unchecked(rule)
         return output, stored(new_state, self.settings.state_dtype)
 
-    @cached_property
-    def fused(self) -> Fused:
+    @property
+    def has_step_kernel(self) -> bool:  # type: ignore[override]
         bits = 16 if self.window_branch is None else self.window_branch.cache_bits  # 3 and 2 have no packed form
-        whole = super().fused is Fused.PROMPT and bits >= 4 and self.has_operators
-        return Fused.STEP if whole else super().fused
+        return bits >= 4 and self.has_operators
 
     def steps(self, x: Tensor, call: LayerCall) -> bool:
         """Whether a call of x [B, T, ...] is a step that changes the state in place."""

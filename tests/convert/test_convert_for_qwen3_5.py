@@ -22,6 +22,13 @@ from support.float64 import assert_same_function
 from support.tiny_conversion import teacher_folder, text_file
 from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, saved
 
+pytestmark = pytest.mark.usefixtures("quick_fit")
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+}
+
 
 @pytest.mark.parametrize(
     ("model_type", "layers", "message"), [("smollm3", "every:2", "kept layers"), ("gemma2", "all", "family")]
@@ -31,14 +38,6 @@ def test_what_could_not_be_exported_is_refused(model_type: str, layers: str, mes
     with pytest.raises(UserError, match=f"--profile qwen3_5.*\n(.*\n)*.*{message}"):
         convert_command(str(teacher), tmp_path / "out", layers=layers, profile="qwen3_5")
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
-
-
-pytestmark = pytest.mark.usefixtures("quick_fit")
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": False, "head_dim": 16},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"tie_word_embeddings": True},
-}
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), zip(HYBRIDS, ("float32", "bfloat16", "bfloat16"), strict=True))
