@@ -103,11 +103,16 @@ class MicroStep:
             p.grad = grad
         self._graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread queries events during the capture, which the default mode forbids in all threads.
+        broken: Exception | None = None
         try:
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._result = self.run_eagerly(static)
-        except RuntimeError as error:  # perhaps that of the end of the capture, behind which its cause stands
-            raise error.__context__ or error from None
+                try:
+                    self._result = self.run_eagerly(static)
+                except Exception as error:
+                    broken = error
+        finally:  # the end of a broken capture may raise an error of its own
+            if broken is not None:
+                raise broken
         # From here on, `Runtime.peak_memory` adds the graph's own memory, which the recording has counted already.
         torch.cuda.reset_peak_memory_stats()
 
