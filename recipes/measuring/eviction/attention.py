@@ -33,7 +33,7 @@ Sees = Callable[[Any, Any, Any, Any], Tensor]
 
 @dataclass
 class Reach:
-    """What the heads of a layer see.
+    """The tokens that the heads of a layer see.
 
     Attributes:
         windows: tokens that a query sees in any case, itself included [HK] int64.

@@ -31,7 +31,7 @@ NAME = "learned_eviction"  # under which the families' attention finds `_attend`
 
 @dataclass(frozen=True)
 class Heads:
-    """What each key/value head of a model sees.
+    """The tokens that each key/value head of a model sees.
 
     Attributes:
         windows: tokens in any case [L][HK].

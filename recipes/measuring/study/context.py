@@ -44,7 +44,7 @@ Maker = Callable[[], PreTrainedModel]
 def far_settings(
     tokenizer: PreTrainedTokenizerBase, novels: np.ndarray, longest: int, limit: int | None = None
 ) -> Settings:
-    """What is measured at a quarter, half and all of `longest` tokens.
+    """The texts and probes of a quarter, half and all of `longest` tokens.
 
     Args:
         novels: token ids [n] of running text.

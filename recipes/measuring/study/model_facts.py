@@ -1,4 +1,4 @@
-"""What the folder of a model says of its making, and the model itself."""
+"""The model of a folder, and the facts of its making that the folder holds."""
 
 from __future__ import annotations
 
