@@ -6,9 +6,6 @@ takes one for its gates; a step takes three, as that of a window alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 from torch import Tensor
 
 from deltanet_hf.fast.mixer import FastDeltaRule, Fused
@@ -26,7 +23,6 @@ from deltanet_kernels import (
     group_gated_delta_step_,
     group_gates,
 )
-from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
@@ -69,22 +65,18 @@ class FastDelayedRule(FastDeltaRule):
         assert q is not None
         assert k is not None
         k, v, seen, kept = packed_rows(branch, k, v, length)
-        hidden = branch.window - 1
+        window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
 
-        def remember() -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
-            logits = self.step_gates(projected)[:4]
-            gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
-            g, beta, *waiting = group_gates.unchecked(gating)
-            if not g.shape[1]:
-                return q[:, :0], g.new_zeros(len(q), *self.state_shape().shape), waiting
+        logits, hidden = self.step_gates(projected)[:4], branch.window - 1
+        gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
+        g, beta, *waiting = group_gates.unchecked(gating)
+        if g.shape[1]:
             keys, values = (part[:, : g.shape[1]].flatten(2) for part in seen)
             read, keys, values = map(self.split_heads, self.repeated(q[:, hidden:].flatten(2), keys, values))
             rule = GroupRuleCall(read, keys, values, g, beta, None, None, call.keep_state, True)
-            return *chunk_group_gated_delta_rule.unchecked(rule), waiting
-
-        attend = partial(branch.attend_rounded, q, k, v, seen, turn)
-        (reads, memory, waiting), attended = two_streams((remember, attend), q.device)
-        window_output = WindowOutput(*attended, None)
+            reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
+        else:
+            reads, memory = q[:, :0], g.new_zeros(len(q), *self.state_shape().shape)
         output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
         if not call.keep_state:
             return output, {}
