@@ -24,7 +24,7 @@ STATES = "smollm2-135m-10m", "9.9M tokens brought SmolLM2-135M to 0.26, with att
 ADDED = "smollm2-135m-10m stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
 QWEN = {  # of these recipes, what they did to their own model
     "qwen2.5-coder-0.5b": "9.9M tokens brought Qwen2.5-Coder-0.5B to 0.02",
-    "qwen2.5-coder-1.5b": "9.9M tokens brought Qwen2.5-Coder-1.5B to 0.04",
+    "qwen2.5-coder-1.5b": "9.9M tokens brought Qwen2.5-Coder-1.5B to 0.014",
 }
 
 

@@ -83,7 +83,7 @@ def _keep(report: dict[str, Any]) -> str:
 
 
 def training(recipe: dict[str, Any]) -> list[str]:
-    """The arguments of `deltanet-hf distill` for the recipe of a recipe.json: the shipped recipe that takes the fewest
+    """The arguments of `deltanet-hf distill` for the recipe of a recipe.json: the shipped recipe that takes the shortest
     changes, and these; recipe.json itself, which is a recipe too, if none does.
     """
     own, wanted = [f"student={STUDENT}", f"output={RUN}"], _decisive(recipe)
@@ -96,7 +96,7 @@ def training(recipe: dict[str, Any]) -> list[str]:
             continue
         if remade == wanted and list(remade["stages"]) == list(wanted["stages"]):
             found.append([name, *own, *changes])
-    return min(found, key=len, default=["recipe.json", *own])
+    return min(found, key=lambda words: len(" ".join(words)), default=["recipe.json", *own])
 
 
 def _decisive(recipe: dict[str, Any]) -> dict[str, Any]:
