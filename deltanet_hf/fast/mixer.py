@@ -23,14 +23,13 @@ from torch import Tensor
 from deltanet_hf.fast.parts import MergedProjection, fronted
 from deltanet_hf.fast.window import mixture, window_attended, window_step
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
-from deltanet_hf.mixers.layer.layer_call import LayerCall, MixCall, Projected
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule
+from deltanet_hf.mixers.layer.layer_call import LayerCall, Projected
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
-from deltanet_kernels.arguments import GatedNormCall, RuleCall
+from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.device import two_streams
-from deltanet_kernels.gated_delta_rule.operators import chunk_rule
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
 
 
@@ -160,16 +159,6 @@ class FastDeltaRule(FastMixer, DeltaRule):
         if (self.decays, self.strengths) != ("by token", "sigmoid"):
             return super().gates_of(a, b)
         return gate_values.unchecked(GateValuesCall(a, b, self.decay.A_log, self.decay.dt_bias, self.max_strength))
-
-    def mix(self, call: MixCall) -> tuple[Tensor, State]:
-        """As in the base class; a first prompt goes to the operator without a check of its arguments."""
-        further = call.state is not None or call.cu_seqlens is not None or call.q.shape[1] == 1
-        if further or not self.has_operators:
-            return super().mix(call)
-        g, beta = call.gates
-        rule = RuleCall(call.q, call.k, call.v, g, beta, None, None, call.keep_state, True, erase=self.erase)
-        output, new_state = chunk_rule.unchecked(rule)
-        return output, stored(new_state, self.settings.state_dtype)
 
     @property
     def has_step_kernel(self) -> bool:  # type: ignore[override]
