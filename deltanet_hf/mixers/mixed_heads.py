@@ -155,9 +155,8 @@ class MixedHeads(LayerKind, nn.Module):
 
     @property
     def full_title(self) -> str:
-        titles = {kind: getattr(branch, "full_title", "softmax") for kind, branch in self.branches.items()}
-        parts = [f"{titles[kind]} ({len(heads)})" for kind, heads in self.settings.branches.items()]
-        return f"{self.title}: {', '.join(parts)}"
+        parts = zip(self._kinds.values(), self.settings.branches.values(), strict=True)
+        return f"{self.title}: {', '.join(f'{kind.full_title} ({len(heads)})' for kind, heads in parts)}"
 
     @property
     def _kinds(self) -> dict[str, LayerKind]:
