@@ -14,9 +14,9 @@ from torch import Tensor
 from deltanet_hf.fast.mixer import FastDeltaRule, Fused
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
+from deltanet_hf.mixers.cache.quantised_kv_cache import packed_prompt
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
-from deltanet_hf.mixers.layer.delayed_window import packed_rows
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, window_angles
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -68,7 +68,7 @@ class FastDelayedRule(FastDeltaRule):
         q, k, v = inputs.window_q, inputs.window_k, self.window_values(projected)
         assert q is not None
         assert k is not None
-        k, v, seen, kept = packed_rows(branch, k, v, length)
+        k, v, seen, kept = packed_prompt(branch.cache_spec, k, v, length)
         hidden = branch.window - 1
 
         def remember() -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:

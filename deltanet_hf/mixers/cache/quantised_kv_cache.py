@@ -178,11 +178,7 @@ class QuantisedKVCache:
         """`_attend` of whole sequences without padding."""
         length, packed = q.shape[1], None
         if self._keep_state:
-            k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-            groups = spec.groups(length)
-            call = PackPromptCall(k.detach(), v.detach(), spec.bits, groups, self._prompt_length, spec.key_order)
-            cache, *packed = pack_prompt.unchecked(call)
-            self.state = dict(zip(NAMES, cache.tensors, strict=True))
+            k, v, packed, self.state = packed_prompt(spec, k, v, self._prompt_length)
         window = length if spec.window is None else spec.window
         rest = spec.bits, softcap, packed, spec.key_order, spec.edge
         return quantised_attention(q, k, v, window, spec.sinks, scale, *rest)
@@ -212,6 +208,20 @@ class QuantisedKVCache:
         turn = self._turn or (None, None)
         call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge, *turn)
         return packed_step_.unchecked(call)
+
+
+def packed_prompt(
+    spec: QuantisedCacheSpec, k: Tensor, v: Tensor, prompt_length: Tensor | None
+) -> tuple[Tensor, Tensor, Sequence[Tensor], State]:
+    """k and v [B, T, HK, D] of whole sequences, rounded; both as later groups see them; and the tensors of the cache.
+
+    Args:
+        prompt_length: as of `QuantisedKVCache`.
+    """
+    k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+    rest = spec.bits, spec.groups(k.shape[1]), prompt_length, spec.key_order
+    cache, *seen = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
+    return k, v, seen, dict(zip(NAMES, cache.tensors, strict=True))
 
 
 def _widen(state: State, groups: int) -> None:
