@@ -83,8 +83,8 @@ class FastDelayedRule(FastDeltaRule):
             return *chunk_group_gated_delta_rule.unchecked(rule), waiting
 
         attend = partial(branch.attend_rounded, q, k, v, seen, turn)
-        (reads, memory, waiting), attended = two_streams((remember, attend), q.device)
-        window_output = WindowOutput(*attended, None)
+        (reads, memory, waiting), (near, lse) = two_streams((remember, attend), q.device)
+        window_output = WindowOutput(near, lse, None)
         output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
         if not call.keep_state:
             return output, {}
