@@ -38,7 +38,6 @@ def quantised_attention(
     scale: float,
     bits: int,
     softcap: float | None = None,
-    packed: Sequence[Tensor] | None = None,
     key_order: Tensor | None = None,
     edge: int = 1,
 ) -> tuple[Tensor, Tensor]:
@@ -46,17 +45,14 @@ def quantised_attention(
 
     Args:
         window: the most recent tokens that a query sees, itself included.
-        packed: the keys and values that `pack_prompt` restores, where they are known; k and v are then rounded.
         key_order: that of 4 bits (`PackedKeyValues`), or None.
         edge: as in `window_attention`.
 
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
-    if packed is None:
-        k, v, packed = as_kept(k, v, bits, key_order)
-    keys, values = packed
-    return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap, edge))
+    k, v, seen = as_kept(k, v, bits, key_order)
+    return prompt_attention.unchecked(PromptAttentionCall(q, k, v, *seen, window, sinks, scale, softcap, edge))
 
 
 def as_kept(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
