@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
 from deltanet_hf.mixers.attention.paired_class import behind, paired_class
-from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
+from deltanet_hf.mixers.attention.routed_config import BY_CALL, RoutedConfig
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS, QuantisedCacheSpec
@@ -179,4 +178,4 @@ def pack_softmax(attention: Any, bits: int) -> None:
             )
         attention.__class__ = paired_class(PackedSoftmax, family, f"Packed{family.__name__}")
         attention.config_in_16 = attention.config
-        attention.config = RoutedConfig(attention.config, IMPLEMENTATION)
+        attention.config = RoutedConfig(attention.config, BY_CALL)
