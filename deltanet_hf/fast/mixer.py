@@ -27,6 +27,7 @@ from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import LayerCall, Projected
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.parts import DecayGate
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
 from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.device import two_streams
@@ -156,7 +157,7 @@ class FastDeltaRule(FastMixer, DeltaRule):
     """As `FastMixer`, of a `DeltaRule`."""
 
     def gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        if (self.decays, self.strengths) != ("by token", "sigmoid"):
+        if type(self).strength is not DeltaRule.strength or type(self.decay) is not DecayGate:
             return super().gates_of(a, b)
         return gate_values.unchecked(GateValuesCall(a, b, self.decay.A_log, self.decay.dt_bias, self.max_strength))
 

@@ -82,13 +82,18 @@ class Negated(GatedDeltaNet):
 
 
 class Weak(GatedDeltaNet):
+    def strength(self, b: Tensor) -> Tensor:
+        return super().strength(b) / 2
+
+
+class Slow(GatedDeltaNet):
     def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
         g, beta = super().gates(projected, padding)
-        return g, beta / 2
+        return g / 2, beta
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "served"), [(GatedDeltaNet, True), (Negated, False), (Weak, False)])
+@pytest.mark.parametrize(("kind", "served"), [(GatedDeltaNet, True), (Negated, False), (Weak, False), (Slow, False)])
 def test_a_rule_that_changes_what_it_inherits_is_not_decoded_as_gated_deltanet(
     kind: type[DeltaRule], served: bool
 ) -> None:

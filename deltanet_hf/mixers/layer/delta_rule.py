@@ -79,7 +79,7 @@ class DeltaRule(Mixer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         said_of = next(kind for kind in cls.__mro__ if "is_gated_delta_rule" in vars(kind))
-        if any(getattr(cls, name) is not getattr(said_of, name) for name in ("mix", "mix_groups", "gates")):
+        if any(getattr(cls, name) is not getattr(said_of, name) for name in ("mix", "mix_groups", "gates", "strength")):
             cls.is_gated_delta_rule = False
 
     def add_gates(self) -> None:
