@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from deltanet_hf.fast.mixer import FastDeltaRule, Fused
+from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.quantised_kv_cache import packed_prompt
@@ -25,6 +25,7 @@ from deltanet_kernels import (
     chunk_group_gated_delta_rule,
     group_gated_delta_step_,
     group_gates,
+    prompt_inputs,
 )
 from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
@@ -46,7 +47,7 @@ class FastDelayedRule(FastDeltaRule):
         rule = (mixer.decays, mixer.strengths, settings.qk_activation, settings.v_activation, mixer.k_offset)
         return rule == ("by token", "sigmoid", "none", "none", None) and branch.learned_sinks is None
 
-    fused = Fused.STEP
+    has_step = True  # type: ignore[assignment]
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
@@ -64,10 +65,8 @@ class FastDelayedRule(FastDeltaRule):
         assert branch is not None
         assert position_embeddings is not None
         angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, projected.x.shape[1])
-        inputs = self.inputs(projected, angles, call)
-        q, k, v = inputs.window_q, inputs.window_k, self.window_values(projected)
-        assert q is not None
-        assert k is not None
+        cos, sin = self.angles(angles)
+        q, k, v, *_ = prompt_inputs(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
         k, v, seen, kept = packed_prompt(branch.cache_spec, k, v, length)
         hidden = branch.window - 1
 
