@@ -219,7 +219,7 @@ class QuantisedKVCache:
 
 def packed_prompt(
     spec: QuantisedCacheSpec, k: Tensor, v: Tensor, prompt_length: Tensor | None
-) -> tuple[Tensor, Tensor, Sequence[Tensor], State]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], State]:
     """k and v [B, T, HK, D] of whole sequences, rounded; both as later groups see them; and the tensors of the cache.
 
     Args:
@@ -227,8 +227,8 @@ def packed_prompt(
     """
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
     rest = spec.bits, spec.groups(k.shape[1]), prompt_length, spec.key_order
-    cache, *seen = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
-    return k, v, seen, dict(zip(NAMES, cache.tensors, strict=True))
+    cache, keys, values = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
+    return k, v, (keys, values), dict(zip(NAMES, cache.tensors, strict=True))
 
 
 def _widen(state: State, groups: int) -> None:

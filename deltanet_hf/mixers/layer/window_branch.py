@@ -18,7 +18,6 @@ Shapes: B batch, T tokens of a call, HQ query heads, HK key/value heads, D head 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -242,7 +241,7 @@ class WindowBranch(Part):
         return with_learned_sinks(window_output, lse, self.learned_sinks)
 
     def attend_rounded(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Tensor], turn: PositionEmbeddings | None
+        self, q: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor, Tensor], turn: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, of whole rows whose k and v are rounded, and `seen` as later groups see them (`as_kept`)."""
         sinks = self.sinks if turn is None else 0
