@@ -31,6 +31,7 @@ from deltanet_kernels.common.device import two_streams
 from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
+from deltanet_kernels.prompt.calls import PromptInputsCall
 
 
 class FastDelayedRule(FastDeltaRule):
@@ -66,7 +67,8 @@ class FastDelayedRule(FastDeltaRule):
         assert position_embeddings is not None
         angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, projected.x.shape[1])
         cos, sin = self.angles(angles)
-        q, k, v, *_ = prompt_inputs(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
+        rotation = PromptInputsCall(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
+        q, k, v, *_ = prompt_inputs.unchecked(rotation)
         k, v, seen, kept = packed_prompt(branch.cache_spec, k, v, length)
         hidden = branch.window - 1
 
