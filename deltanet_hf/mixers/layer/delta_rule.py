@@ -27,8 +27,7 @@ from deltanet_kernels import (
     chunk_group_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
 )
-from deltanet_kernels.arguments import Erase, RuleCall
-from deltanet_kernels.gated_delta_rule.operators import chunk_rule
+from deltanet_kernels.arguments import Erase
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
@@ -113,13 +112,7 @@ class DeltaRule(Mixer):
         return 2 if self.settings.allow_neg_eigval else 1
 
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
-        """As in the base class; a first prompt, all of which the layer has made, goes to the operator unchecked."""
-        if call.state is not None or call.cu_seqlens is not None or call.decodes:
-            return delta_rule(call, self.settings.state_dtype, erase=self.erase)
-        g, beta = call.gates
-        rule = RuleCall(call.q, call.k, call.v, g, beta, None, None, call.keep_state, True, erase=self.erase)
-        output, new_state = chunk_rule.unchecked(rule)
-        return output, stored(new_state, self.settings.state_dtype)
+        return delta_rule(call, self.settings.state_dtype, erase=self.erase)
 
     def mix_groups(self, call: MixCall) -> tuple[Tensor, State]:
         """As in the base class, by an operator of its own for the rule of the module's docstring."""
