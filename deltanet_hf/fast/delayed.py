@@ -48,7 +48,7 @@ class FastDelayedRule(FastDeltaRule):
         rule = (mixer.decays, mixer.strengths, settings.qk_activation, settings.v_activation, mixer.k_offset)
         return rule == ("by token", "sigmoid", "none", "none", None) and branch.learned_sinks is None
 
-    has_step = True  # type: ignore[assignment]
+    has_step = True
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
