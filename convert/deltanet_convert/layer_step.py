@@ -26,9 +26,9 @@ from .device import moved
 from .expert_stream import round_experts
 from .layer_stream import LayerStream
 from .start import start_rule
-from .start.calibration import LayerCalibration
 from .start.key_order import measured_key_order, set_key_order
 from .start.norm_fit import NormFigures, compare_attention, insert_norms
+from .start.samples import LayerCalibration
 from .start.turns import own_turn
 
 

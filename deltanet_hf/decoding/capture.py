@@ -27,14 +27,26 @@ def capture_cuda_graph(step: Callable[[], Tensor], device: torch.device, memory:
 
     Args:
         memory: of another graph, which still exists; the replay of one then overwrites what the other has left.
+
+    Raises:
+        Exception: that of `step`.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads may query events or allocate memory meanwhile, which the default mode forbids.
-    with (
-        torch.cuda.device(device),
-        torch.cuda.graph(graph, memory, torch.cuda.Stream(device), capture_error_mode="thread_local"),
-    ):
-        output = step()
+    broken: Exception | None = None
+    try:
+        # Other threads, such as NCCL's watchdog, may query events or allocate memory meanwhile, which the default mode
+        # forbids.
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, memory, torch.cuda.Stream(device), capture_error_mode="thread_local"),
+        ):
+            try:
+                output = step()
+            except Exception as error:
+                broken = error
+    finally:  # the end of a broken capture may raise an error of its own
+        if broken is not None:
+            raise broken
     return CapturedGraph(graph.replay, output, graph.pool())
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltanet_hf.fast.mixer import FastDeltaRule, Fused
+from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
+from deltanet_hf.mixers.cache.quantised_kv_cache import packed_prompt
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
-from deltanet_hf.mixers.layer.delayed_window import packed_rows
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, window_angles
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -22,10 +22,12 @@ from deltanet_kernels import (
     chunk_group_gated_delta_rule,
     group_gated_delta_step_,
     group_gates,
+    prompt_inputs,
 )
 from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
 from deltanet_kernels.packed_cache.calls import PackedStepCall
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
+from deltanet_kernels.prompt.calls import PromptInputsCall
 
 
 class FastDelayedRule(FastDeltaRule):
@@ -42,7 +44,7 @@ class FastDelayedRule(FastDeltaRule):
         rule = (mixer.decays, mixer.strengths, settings.qk_activation, settings.v_activation, mixer.k_offset)
         return rule == ("by token", "sigmoid", "none", "none", None) and branch.learned_sinks is None
 
-    fused = Fused.STEP
+    has_step = True
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
@@ -60,11 +62,10 @@ class FastDelayedRule(FastDeltaRule):
         assert branch is not None
         assert position_embeddings is not None
         angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, projected.x.shape[1])
-        inputs = self.inputs(projected, angles, call)
-        q, k, v = inputs.window_q, inputs.window_k, self.window_values(projected)
-        assert q is not None
-        assert k is not None
-        k, v, seen, kept = packed_rows(branch, k, v, length)
+        cos, sin = self.angles(angles)
+        rotation = PromptInputsCall(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
+        q, k, v, *_ = prompt_inputs.unchecked(rotation)
+        k, v, seen, kept = packed_prompt(branch.cache_spec, k, v, length)
         window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
 
         logits, hidden = self.step_gates(projected)[:4], branch.window - 1

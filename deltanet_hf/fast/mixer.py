@@ -13,7 +13,6 @@ compute of a state of what has left a window.
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -23,31 +22,24 @@ from torch import Tensor
 from deltanet_hf.fast.parts import MergedProjection, fronted
 from deltanet_hf.fast.window import mixture, window_attended, window_step
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
-from deltanet_hf.mixers.layer.layer_call import LayerCall, MixCall, Projected
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule
+from deltanet_hf.mixers.layer.layer_call import LayerCall, Projected
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.parts import DecayGate
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
-from deltanet_kernels.arguments import GatedNormCall, RuleCall
+from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.device import two_streams
-from deltanet_kernels.gated_delta_rule.operators import chunk_rule
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
-
-
-class Fused(Enum):
-    """The calls of a layer without padding for which there are kernels that compute all of it."""
-
-    NOTHING = "nothing"
-    PROMPT = "prompt"
-    STEP = "prompt and step"
 
 
 class FastMixer(Mixer):
     """Comes before the class of a mixer (`paired_class`), so that `super()` is the mixer's own."""
 
     merged: MergedProjection
-    has_step_kernel = False
-    """Whether a kernel computes all of a step of the rule."""
+    has_step: bool = False
+    """Whether kernels compute all of a step, which changes the state in place and takes the `state_indices` of a
+    server's cache."""
 
     @classmethod
     def of(cls, mixer: Mixer, may_move: bool) -> Any:
@@ -56,22 +48,15 @@ class FastMixer(Mixer):
 
     @property
     def takes_prompt_length(self) -> bool:  # type: ignore[override]
-        return self.fused is not Fused.NOTHING or self.delays
+        return self.has_prompt or self.delays
 
     @cached_property
-    def fused(self) -> Fused:
-        """The calls that kernels compute, decided once for a form."""
+    def has_prompt(self) -> bool:
+        """Whether a kernel computes the inputs of a prompt without padding."""
         branch = self.window_branch
         if self.conv1d is not None and self.settings.conv_on == "k":
-            return Fused.NOTHING
-        if branch is not None and (branch.learned_sinks is not None or branch.delayed):
-            return Fused.NOTHING
-        return Fused.STEP if self.has_step_kernel else Fused.PROMPT
-
-    @property
-    def has_step(self) -> bool:
-        """Whether a step changes its state in place and takes the `state_indices` of a server's cache."""
-        return self.fused is Fused.STEP
+            return False
+        return branch is None or (branch.learned_sinks is None and not branch.delayed)
 
     def project(self, x: Tensor) -> Projected:
         outputs = iter(self.merged(x))
@@ -86,7 +71,7 @@ class FastMixer(Mixer):
         self, projected: Projected, position_embeddings: PositionEmbeddings | None, call: LayerCall
     ) -> PromptInputs:
         """As in the base class, by one kernel."""
-        if self.fused is Fused.NOTHING or call.padding is not None or call.cu_seqlens is not None:
+        if not self.has_prompt or call.padding is not None or call.cu_seqlens is not None:
             return super().inputs(projected, position_embeddings, call)
         (q, k, v), branch, state, size = projected[1:4], self.window_branch, call.state, self.head_dim
         conv_weight = self.conv_weight
@@ -157,24 +142,14 @@ class FastDeltaRule(FastMixer, DeltaRule):
     """As `FastMixer`, of a `DeltaRule`."""
 
     def gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        if (self.decays, self.strengths) != ("by token", "sigmoid"):
+        if type(self).strength is not DeltaRule.strength or type(self.decay) is not DecayGate:
             return super().gates_of(a, b)
         return gate_values.unchecked(GateValuesCall(a, b, self.decay.A_log, self.decay.dt_bias, self.max_strength))
 
-    def mix(self, call: MixCall) -> tuple[Tensor, State]:
-        """As in the base class; a first prompt goes to the operator without a check of its arguments."""
-        further = call.state is not None or call.cu_seqlens is not None or call.q.shape[1] == 1
-        if further or not self.has_operators:
-            return super().mix(call)
-        g, beta = call.gates
-        rule = RuleCall(call.q, call.k, call.v, g, beta, None, None, call.keep_state, True, erase=self.erase)
-        output, new_state = chunk_rule.unchecked(rule)
-        return output, stored(new_state, self.settings.state_dtype)
-
-    @property
-    def has_step_kernel(self) -> bool:  # type: ignore[override]
+    @cached_property
+    def has_step(self) -> bool:  # type: ignore[override]
         bits = 16 if self.window_branch is None else self.window_branch.cache_bits  # 3 and 2 have no packed form
-        return bits >= 4 and self.has_operators
+        return self.has_prompt and bits >= 4 and self.has_operators
 
     def steps(self, x: Tensor, call: LayerCall) -> bool:
         """Whether a call of x [B, T, ...] is a step that changes the state in place."""

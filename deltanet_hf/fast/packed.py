@@ -22,6 +22,7 @@ from deltanet_hf.fast.parts import MergedProjection, fast_norms, with_children
 from deltanet_hf.fast.softmax import QKV
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.attention.paired_class import behind
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
@@ -45,7 +46,7 @@ def _is_known(branch: Any) -> bool:
     if isinstance(branch, Mixer):
         return FastDelayedRule.serves(branch)
     kind: Any = type(branch).__bases__[1] if isinstance(branch, (PackedSoftmax, WindowAttention)) else object
-    family = family_of(kind.__bases__[1] if issubclass(kind, FarSoftmax) else kind, "Attention")
+    family = family_of(behind(FarSoftmax, kind), "Attention")
     if family is None or not family.plain_attention:
         return False
     return branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear

@@ -155,9 +155,8 @@ class MixedHeads(LayerKind, nn.Module):
 
     @property
     def full_title(self) -> str:
-        titles = {kind: getattr(branch, "full_title", "softmax") for kind, branch in self.branches.items()}
-        parts = [f"{titles[kind]} ({len(heads)})" for kind, heads in self.settings.branches.items()]
-        return f"{self.title}: {', '.join(parts)}"
+        parts = zip(self._kinds.values(), self.settings.branches.values(), strict=True)
+        return f"{self.title}: {', '.join(f'{kind.full_title} ({len(heads)})' for kind, heads in parts)}"
 
     @property
     def _kinds(self) -> dict[str, LayerKind]:
@@ -200,9 +199,7 @@ class MixedHeads(LayerKind, nn.Module):
     def place_cache(self, cache: Cache) -> MixedCacheLayer:
         # Softmax heads have a class where they keep their part of the cache themselves: packed, or under a window.
         classes = {kind: getattr(branch, "cache_class", None) for kind, branch in self.branches.items()}
-        constant = {kind: own for kind, own in classes.items() if own is not None}
-        growing = next((kind for kind in self.kinds if kind not in constant), None)
-        return mixed_cache_layer(cache, self.layer_idx, constant, growing)
+        return mixed_cache_layer(cache, self.layer_idx, classes)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """As in the base class, of the branches `window` and `linear`, with their names before those of the tensors."""

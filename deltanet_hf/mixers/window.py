@@ -22,9 +22,9 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.packed_softmax import call_packed
 from deltanet_hf.mixers.attention.paired_class import behind, paired_class, require_own_forward
-from deltanet_hf.mixers.attention.routed_config import RoutedConfig
+from deltanet_hf.mixers.attention.routed_config import BY_CALL, RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
-from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
+from deltanet_hf.mixers.attention.window_softmax import Reach, SoftmaxCall
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec, held_bytes
@@ -86,7 +86,7 @@ class WindowAttention(LayerKind):
         family = behind(WindowAttention, type(attention))
         attention.__class__ = paired_class(WindowAttention, family, f"Window{family.__name__}")
         attention.settings = settings
-        attention.config = RoutedConfig(config, IMPLEMENTATION)  # type: ignore[assignment]
+        attention.config = RoutedConfig(config, BY_CALL)  # type: ignore[assignment]
         return attention
 
     @property

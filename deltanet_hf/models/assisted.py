@@ -13,16 +13,14 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from deltanet_hf.mixers.cache.argument import CACHE
+from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.models.unwrapped import unwrapped
 
 
 def place_layers(model: Any, cache: Cache) -> None:
     """Give `cache` the layers that the first call of a converted model, or of a PEFT model around one, makes."""
-    model = unwrapped(model)
-    for layer in model.model.layers[: model.config.num_hidden_layers]:
-        for part in layer.children():
-            if hasattr(part, "place_cache"):
-                part.place_cache(cache)
+    for _, kind in layer_kinds(unwrapped(model)):
+        kind.place_cache(cache)
 
 
 class AssistedGeneration:

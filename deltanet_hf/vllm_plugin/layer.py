@@ -36,11 +36,7 @@ def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
         name: its name in the model, under which it stays.
         vllm_config: vLLM's settings.
     """
-    kind: Any
-    if layer.cache_class.grows:
-        kind = PackedLayer
-    else:
-        kind = GrowingLayer if getattr(layer, "growing_heads", 0) else StateLayer
+    kind: Any = PackedLayer if layer.cache_class.grows else GrowingLayer if layer.growing_heads else StateLayer
     made: ServedLayer = kind(layer, name, vllm_config)
     return made
 

@@ -21,7 +21,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM, bas
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from deltanet_hf.mixers import FLOAT32_NAMES
-from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.mixers.layer.layer_kind import branches_of, own_kind
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.model_types import family_type
 from deltanet_hf.models import factory, qwen3_5
@@ -149,7 +149,8 @@ def _make_loadable(part: Any) -> None:
 def _own(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers in a module that are not vLLM's, and such branches of those with mixed heads, with their names."""
     for name, part in module.named_children():
-        if hasattr(part, "cache_class") and branches_of(part).get("") is part:
+        kind = own_kind(part)
+        if kind is not None and kind.branches.get("") is part:
             yield f"{prefix}.{name}", part
         else:
             yield from _own(f"{prefix}.{name}", part)

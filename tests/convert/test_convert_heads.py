@@ -15,7 +15,7 @@ from deltanet_convert.compare_to_teacher import softmax_error
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
-from deltanet_convert.start.calibration import LayerCalibration
+from deltanet_convert.start.samples import LayerCalibration
 from deltanet_convert.views.plan_view import print_plan
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import QualityError, UserError

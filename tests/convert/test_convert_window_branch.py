@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from deltanet_convert.start import START
-from deltanet_convert.start.calibration import LayerCalibration
+from deltanet_convert.start.samples import LayerCalibration
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet

@@ -11,12 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.compare_to_teacher import softmax_error
-from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.start.fitted import FitFigures, start_fitted
 from deltanet_convert.start.gate_fit import GateFit, search_memory
 from deltanet_convert.start.key_offset import SHARES, choose_key_offset, mean_keys
-from deltanet_convert.start.samples import Samples
+from deltanet_convert.start.samples import LayerCalibration, Samples
 from deltanet_hf.models.families import FAMILIES
 from support.blank_layers import blank_layer, layer_inputs, relative_mse, started
 from support.tiny_conversion import teacher_folder, tiny_conversion

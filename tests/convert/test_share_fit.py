@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from deltanet_convert.start import share_fit
-from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.start.fitted import start_fitted
 from deltanet_convert.start.gate_fit import GateFit, search_memory
-from deltanet_convert.start.samples import Samples
+from deltanet_convert.start.samples import LayerCalibration, Samples
 from deltanet_convert.start.share_fit import ShareFit, missed_scores
 from deltanet_hf.mixers import recommended
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape

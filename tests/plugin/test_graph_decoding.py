@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 
 from deltanet_hf import LayerTable
 from deltanet_hf.decoding import captured_step, decoded_by, forget_graphs, serve
+from deltanet_hf.decoding.capture import capture_cuda_graph
 from deltanet_hf.evaluation.baselines import switch_off_state
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.attention import single_query
@@ -350,6 +353,25 @@ def test_a_step_that_cannot_be_captured_goes_on_by_launches(capture: EmulatedCap
     check_same(model)
     assert decoded_by(model).startswith("separate launches: _local_scalar_dense")
     assert capture.replayed == 0
+
+
+def test_the_error_that_broke_a_capture_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the end of the capture, which CUDA then has."""
+
+    @contextmanager
+    def broken_at_its_end(*args: Any, **options: Any) -> Iterator[None]:
+        yield
+        raise RuntimeError("the capture was invalidated")
+
+    stand_ins = {"CUDAGraph": object, "Stream": str, "device": nullcontext, "graph": broken_at_its_end}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def step() -> torch.Tensor:
+        raise RuntimeError("the host reads a tensor")
+
+    with pytest.raises(RuntimeError, match="the host reads a tensor"):
+        capture_cuda_graph(step, torch.device("cuda"))
 
 
 def test_graphs_do_not_keep_a_model_alive(capture: EmulatedCapture) -> None:

@@ -11,7 +11,7 @@ from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.layer import MixCall, State, TensorShape
+from deltanet_hf.mixers.layer import MixCall, Projected, State, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, delta_rule
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.common.heads import l2_normalize
@@ -75,22 +75,34 @@ def test_deltanet_is_the_delta_rule_without_decay() -> None:
     close((layer(x)[0],), (layer.o_proj(wanted.flatten(-2)),), 1e-6)
 
 
+class Negated(GatedDeltaNet):
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        output, state = super().mix(call)
+        return -output, state
+
+
+class Weak(GatedDeltaNet):
+    def strength(self, b: Tensor) -> Tensor:
+        return super().strength(b) / 2
+
+
+class Slow(GatedDeltaNet):
+    def gates(self, projected: Projected, padding: Tensor | None) -> tuple[Tensor, ...]:
+        g, beta = super().gates(projected, padding)
+        return g / 2, beta
+
+
 @torch.no_grad()
-def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() -> None:
-    class Negated(DeltaRule):
-        name = "negated"
-
-        def mix(self, call: MixCall) -> tuple[Tensor, State]:
-            output, state = super().mix(call)
-            return -output, state
-
+@pytest.mark.parametrize(("kind", "served"), [(GatedDeltaNet, True), (Negated, False), (Weak, False), (Slow, False)])
+def test_a_rule_that_changes_what_it_inherits_is_not_decoded_as_gated_deltanet(
+    kind: type[DeltaRule], served: bool
+) -> None:
     layer = layer_of("gated_deltanet")
-    for kind, sign in ((GatedDeltaNet, 1), (Negated, -1)):
-        layer.__class__ = kind
-        caches, form = (MixerCacheLayer(), MixerCacheLayer()), fast_mixer(layer, False)
-        for x in (draw(1, 3, 32), draw(1, 1, 32)):
-            torch.testing.assert_close(form(x, None, None, caches[0]), layer(x, None, None, caches[1]))
-        assert layer.has_operators == (sign == 1)
+    layer.__class__ = kind
+    caches, form = (MixerCacheLayer(), MixerCacheLayer()), fast_mixer(layer, False)
+    for x in (draw(1, 3, 32), draw(1, 1, 32)):
+        torch.testing.assert_close(form(x, None, None, caches[0]), layer(x, None, None, caches[1]))
+    assert layer.has_operators == form.has_operators == served
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deltanet_convert.start import start_rule
-from deltanet_convert.start.calibration import LayerCalibration
+from deltanet_convert.start.samples import LayerCalibration
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.parts import Part
 from support.tiny_models import tiny_student, tiny_teacher

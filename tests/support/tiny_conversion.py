@@ -18,8 +18,8 @@ from deltanet_convert.conversion import convert
 from deltanet_convert.job import Job, prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START, start_rule
-from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.start.samples import LayerCalibration
 from deltanet_convert.storage.teacher_source import Source
 from deltanet_convert.teacher_model import Teacher, open_teacher
 from deltanet_hf.data import shipped_texts

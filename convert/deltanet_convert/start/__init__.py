@@ -8,7 +8,7 @@ teacher's attention.
                         per channel as one per head, copied to all channels), by
     gate_fit.py         search and Adam through the rule itself, in the coordinates of
     components.py       the principal components of the layer's input, on
-    samples.py          the teacher's inputs and outputs (of one layer: calibration.py);
+    samples.py          the teacher's inputs and outputs;
     key_offset.py       chooses how far keys are centred,
     share_fit.py        begins the share of the state beside a window
     unfitted.py         kinds that are the teacher's attention, and mixers without a row
@@ -27,8 +27,8 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
-from .calibration import LayerCalibration
 from .fitted import start_channel_rule, start_fitted
+from .samples import LayerCalibration
 from .unfitted import start_from_scratch, start_unchanged
 
 StartRule = Callable[[Any, Any, LayerCalibration], dict[str, Any]]

@@ -25,11 +25,10 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.layer import ChannelRule, DeltaRule
 
-from .calibration import LayerCalibration
 from .copy_weights import copy_attention
 from .gate_fit import GateFit, descend, relative_mse, search_memory
 from .key_offset import choose_key_offset
-from .samples import Samples
+from .samples import LayerCalibration, Samples
 from .turns import others_may_run
 
 

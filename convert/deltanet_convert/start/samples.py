@@ -22,6 +22,14 @@ KEPT_BYTES = 256 * 2**20  # memory for samples; those of further sequences are c
 
 
 @dataclass(frozen=True)
+class LayerCalibration:
+    """The inputs of the teacher's attention on calibration text."""
+
+    hidden_states: Tensor  # [n, T, hidden] float32, after the layer's input norm
+    kwargs: dict[str, Any]  # the attention's other arguments, for a batch of one: position_embeddings, attention_mask
+
+
+@dataclass(frozen=True)
 class Sample:
     """One layer's inputs and the outputs that it is to reproduce, for a batch of sequences."""
 

@@ -9,8 +9,8 @@ import torch
 from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.attention.family_attention import kind_of
 
-from .calibration import LayerCalibration
 from .copy_weights import copy_attention
+from .samples import LayerCalibration
 
 
 def start_from_scratch(attention: Any, layer: Mixer, calibration: LayerCalibration) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.cut_distances import CutSoftmax
 from deltanet_hf.mixers.attention.paired_class import behind, paired_class
-from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
+from deltanet_hf.mixers.attention.routed_config import BY_CALL, RoutedConfig
 from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS, QuantisedCacheSpec
@@ -26,15 +25,18 @@ from deltanet_hf.mixers.cache.quantised_kv_cache import PackedCacheLayer, Quanti
 from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
-from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings, softmax_bytes
 from deltanet_hf.mixers.layer.masks import sliding_window
 
 
-class PackedSoftmax:
+class PackedSoftmax(LayerKind):
     """Stands before the family's class (`paired_class`), so that `super().forward` is the family's attention."""
 
-    name = "packed softmax"
-    takes_prompt_length = False
+    name: ClassVar[str] = "softmax"
+    title: ClassVar[str] = "softmax"
+    new_weights: ClassVar[bool] = False
+    keeps_all_tokens: ClassVar[bool] = True
+    reads_further: ClassVar[bool] = True
     has_step = True  # as in `WindowAttention`
     cache_bits: int
     layer_idx: int
@@ -42,13 +44,15 @@ class PackedSoftmax:
     config: Any
     config_in_16: Any  # the configuration of the same attention with keys and values in 16 bits
 
+    def use_cache_bits(self, bits: int) -> None:
+        pack_softmax(self, bits)
+
     def place_cache(self, cache: Cache) -> MixerCacheLayer:
-        """As in `LayerKind`."""
         return cache_layer(cache, self.layer_idx, self.name, self.cache_class)
 
     @property
-    def cache_class(self) -> type[MixerCacheLayer]:
-        """As in `LayerKind`: a family's own sliding window bounds what is kept."""
+    def cache_class(self) -> type[MixerCacheLayer]:  # type: ignore[override]
+        """A family's own sliding window bounds what is kept."""
         grows = sliding_window(self.config.whole, self.layer_idx) is None
         return PackedCacheLayer if grows else MixerCacheLayer
 
@@ -59,8 +63,11 @@ class PackedSoftmax:
         return QuantisedCacheSpec.of(self.cache_bits, None, 0, family_window, getattr(self, "key_order", None))
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
-        """As in `LayerKind`, of one token: the groups that others add are not in it."""
+        """Of one token: the groups that others add are not in it."""
         return self.cache_spec.shapes(self.config.num_key_value_heads, self.head_dim, 1)
+
+    def stored_bytes(self, dtype: torch.dtype, tokens: int, bits: int) -> int:
+        return softmax_bytes(self, dtype, tokens, bits)
 
     def forward(
         self,
@@ -171,4 +178,4 @@ def pack_softmax(attention: Any, bits: int) -> None:
             )
         attention.__class__ = paired_class(PackedSoftmax, family, f"Packed{family.__name__}")
         attention.config_in_16 = attention.config
-        attention.config = RoutedConfig(attention.config, IMPLEMENTATION)
+        attention.config = RoutedConfig(attention.config, BY_CALL)

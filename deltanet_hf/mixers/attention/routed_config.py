@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedConfig
+
+BY_CALL = "deltanet_window"  # the name under which the families' attention finds `attend`
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, call: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that a family's attention calls: `call` computes it (`SoftmaxCall`, `PackedCall`)."""
+    return call(module, query, key, value, **options)  # type: ignore[no-any-return]
+
+
+AttentionInterface.register(BY_CALL, attend)
 
 
 class PartConfig:

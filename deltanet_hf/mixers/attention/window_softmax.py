@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from deltanet_hf.mixers.cache.sinks_apart import Scores, with_sinks
@@ -22,8 +21,6 @@ from deltanet_kernels import window_attention
 from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.flash_decoding.reference import torch_decode_attention
-
-IMPLEMENTATION = "deltanet_window"  # the name under which the families' attention finds `attend`
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,6 @@ class SoftmaxCall:
         by_family: Any = sys.modules[type(module).__module__]
         capped = {} if softcap is None else {"softcap": softcap}
         return by_family.eager_attention_forward(module, query, key, value, mask, **options, **capped)  # type: ignore[no-any-return]
-
-
-def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, call: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """The attention function that a family's attention calls: `call` computes it (`SoftmaxCall`, `PackedCall`)."""
-    return call(module, query, key, value, **options)  # type: ignore[no-any-return]
 
 
 def _side_by_side(query: Tensor, key: Tensor, call: SoftmaxCall, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -180,6 +170,3 @@ def _with_sinks_apart(
     if reach.family_window is not None:
         seen = seen & (distance < reach.family_window)
     return with_sinks(near, lse, q, k, v, seen, scores)[0]
-
-
-AttentionInterface.register(IMPLEMENTATION, attend)

@@ -13,8 +13,6 @@ Shapes: B batch, T tokens, HQ and HK query and key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,7 +36,6 @@ def quantised_attention(
     scale: float,
     bits: int,
     softcap: float | None = None,
-    packed: Sequence[Tensor] | None = None,
     key_order: Tensor | None = None,
     edge: int = 1,
 ) -> tuple[Tensor, Tensor]:
@@ -46,20 +43,17 @@ def quantised_attention(
 
     Args:
         window: the most recent tokens that a query sees, itself included.
-        packed: the keys and values that `pack_prompt` restores, where they are known; k and v are then rounded.
         key_order: that of 4 bits (`PackedKeyValues`), or None.
         edge: as in `window_attention`.
 
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
-    if packed is None:
-        k, v, packed = as_kept(k, v, bits, key_order)
-    keys, values = packed
-    return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap, edge))
+    k, v, seen = as_kept(k, v, bits, key_order)
+    return prompt_attention.unchecked(PromptAttentionCall(q, k, v, *seen, window, sinks, scale, softcap, edge))
 
 
-def as_kept(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+def as_kept(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """k, v [B, T, HK, D] as queries of the same group see them, and [B, N * 32, HK, D] as those of later groups do."""
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
     return k, v, _seen(k.detach(), v.detach(), bits, key_order)
@@ -70,7 +64,7 @@ def straight_through(x: Tensor, seen: Tensor) -> Tensor:
     return x + F.pad(seen - x[:, : seen.shape[1]].detach(), (0, 0, 0, 0, 0, x.shape[1] - seen.shape[1]))
 
 
-def _seen(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> Sequence[Tensor]:
+def _seen(k: Tensor, v: Tensor, bits: int, key_order: Tensor | None) -> tuple[Tensor, Tensor]:
     """Round k and v [B, T, HK, D] of the groups before the last token, as later groups see them: [B, N * 32, HK, D]."""
     if bits in PACKED_BITS:
         return pack_prompt.unchecked(PackPromptCall(k, v, bits, key_order=key_order))[1:]

@@ -220,13 +220,13 @@ class ConstantMixedCacheLayer(  # type: ignore[misc, override]
 
 
 def mixed_cache_layer(
-    cache: Cache, layer_idx: int, constant: Mapping[str, type[MixerCacheLayer]], growing: str | None
+    cache: Cache, layer_idx: int, branches: Mapping[str, type[MixerCacheLayer] | None]
 ) -> MixedCacheLayer:
     """This layer's parts in `cache`; on first use they take the place of the key/value layer made for the index.
 
     Args:
-        constant: the classes of the parts of the branches that make their own, by the names of these.
-        growing: name of the branch whose keys and values the key/value layer is to hold; None for no such branch.
+        branches: the classes of their parts by name; None for the one, if any, whose keys and values the key/value
+            layer is to hold.
 
     Raises:
         ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
@@ -234,8 +234,8 @@ def mixed_cache_layer(
     layer: Any = layer_at(cache, layer_idx)
     if getattr(layer, "owner", None) != MixedCacheLayer.owner:
         refuse_filled(layer, layer_idx, MixedCacheLayer.owner)
-        parts: dict[str, Any] = {} if growing is None else {growing: layer}
-        parts |= {name: new_layer(cache, kind) for name, kind in constant.items()}
+        growing = next((name for name, kind in branches.items() if kind is None), None)
+        parts = {name: layer if kind is None else new_layer(cache, kind) for name, kind in branches.items()}
         layer = ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)
         cache.layers[layer_idx] = layer
     return layer

@@ -7,7 +7,7 @@ without padding. A window keeps the groups that its next query may see, as a rin
 A call is computed in one of four ways:
 
     a step       one further token per sequence, without padding        `packed_step_`
-    a prompt     whole sequences without padding                        `pack_prompt`, `quantised_attention`
+    a prompt     whole sequences without padding                        `pack_prompt`, `prompt_attention`
     a part       several further tokens, without padding; and several   `packed_part`
                  sequences that begin in one row
     any other    padding                                                `attention_by_numbers`
@@ -27,16 +27,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.cache.fake_quantisation import as_kept
 from deltanet_hf.mixers.cache.protocol import TensorShape
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED, QuantisedCacheSpec, groups_before
 from deltanet_hf.mixers.cache.sinks_apart import Scores, leaves_out, with_sinks
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.cache.window_cache import Tokens
-from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_, round_tokens
+from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_, prompt_attention, round_tokens
 from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.packed_cache.arranged import attention_by_numbers
-from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall, RoundTokensCall
+from deltanet_kernels.packed_cache.calls import (
+    PackedPartCall,
+    PackedStepCall,
+    PackPromptCall,
+    PromptAttentionCall,
+    RoundTokensCall,
+)
 from deltanet_kernels.packed_cache.layout import PACKED_BITS, SINKS, tokens_of
 
 
@@ -176,16 +182,13 @@ class QuantisedKVCache:
         self, spec: QuantisedCacheSpec, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """`_attend` of whole sequences without padding."""
-        length, packed = q.shape[1], None
         if self._keep_state:
-            k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-            groups = spec.groups(length)
-            call = PackPromptCall(k.detach(), v.detach(), spec.bits, groups, self._prompt_length, spec.key_order)
-            cache, *packed = pack_prompt.unchecked(call)
-            self.state = dict(zip(NAMES, cache.tensors, strict=True))
-        window = length if spec.window is None else spec.window
-        rest = spec.bits, softcap, packed, spec.key_order, spec.edge
-        return quantised_attention(q, k, v, window, spec.sinks, scale, *rest)
+            k, v, seen, self.state = packed_prompt(spec, k, v, self._prompt_length)
+        else:
+            k, v, seen = as_kept(k, v, spec.bits, spec.key_order)
+        window = q.shape[1] if spec.window is None else spec.window
+        call = PromptAttentionCall(q, k, v, *seen, window, spec.sinks, scale, softcap, spec.edge)
+        return prompt_attention.unchecked(call)
 
     def step(
         self,
@@ -212,6 +215,20 @@ class QuantisedKVCache:
         turn = self._turn or (None, None)
         call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, *places, spec.edge, *turn)
         return packed_step_.unchecked(call)
+
+
+def packed_prompt(
+    spec: QuantisedCacheSpec, k: Tensor, v: Tensor, prompt_length: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], State]:
+    """k and v [B, T, HK, D] of whole sequences, rounded; both as later groups see them; and the tensors of the cache.
+
+    Args:
+        prompt_length: as of `QuantisedKVCache`.
+    """
+    k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+    rest = spec.bits, spec.groups(k.shape[1]), prompt_length, spec.key_order
+    cache, keys, values = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
+    return k, v, (keys, values), dict(zip(NAMES, cache.tensors, strict=True))
 
 
 def _widen(state: State, groups: int) -> None:

@@ -11,25 +11,23 @@ Shapes: B batch, T tokens of the call, HQ and HK query and key/value heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
-from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, packed_prompt
 from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.token_order import placed
-from deltanet_kernels import pack_prompt, round_tokens
+from deltanet_kernels import round_tokens
 from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.packed_cache.arranged import ArrangedTokens
-from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
+from deltanet_kernels.packed_cache.calls import RoundTokensCall
 from deltanet_kernels.packed_cache.layout import unpacked
 from deltanet_kernels.window.masked import attention
 
@@ -108,22 +106,12 @@ def _rows(
         return Leaving(window_output, lse, k, v, None, state)
     state = {}
     if call.keep_state:
-        k, v, seen, state = packed_rows(branch, k, v, call.prompt_length)
+        k, v, seen, state = packed_prompt(branch.cache_spec, k, v, call.prompt_length)
     else:
         k, v, seen = as_kept(k, v, branch.cache_bits, branch.cache_spec.key_order)
     window_output, lse = branch.attend_rounded(q, k, v, seen, turn)
     keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
     return Leaving(window_output, lse, keys, values, None, state)
-
-
-def packed_rows(
-    branch: WindowBranch, k: Tensor, v: Tensor, prompt_length: Tensor | None
-) -> tuple[Tensor, Tensor, Sequence[Tensor], State]:
-    """k and v [B, T, HK, D] of whole rows, rounded; both as later groups see them; and the cache in 8 or 4 bits."""
-    k, v = round_tokens.unchecked(RoundTokensCall(k, v))
-    rest = branch.cache_bits, branch.groups, prompt_length, branch.cache_spec.key_order
-    cache, *seen = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
-    return k, v, seen, dict(zip(NAMES, cache.tensors, strict=True))
 
 
 def _packed_part(branch: WindowBranch, call: Further) -> Leaving:

@@ -69,10 +69,17 @@ class DeltaRule(Mixer):
     strengths: ClassVar[Literal["sigmoid", "other", "one"]] = "sigmoid"
     """sigmoid: of b_proj(x); other: another function of projections of x; one: beta = 1."""
     is_gated_delta_rule: ClassVar[bool] = False
-    """Whether `mix` is the gated delta rule of `gates` wherever the state is that of the base class."""
+    """Whether `mix` is the gated delta rule of `gates` wherever the state is that of the base class. A subclass that
+    changes the rule or its gates does not inherit this."""
     a_proj: nn.Linear
     b_proj: nn.Linear
     decay: Any  # the part that gives the log decay
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        said_of = next(kind for kind in cls.__mro__ if "is_gated_delta_rule" in vars(kind))
+        if any(getattr(cls, name) is not getattr(said_of, name) for name in ("mix", "mix_groups", "gates", "strength")):
+            cls.is_gated_delta_rule = False
 
     def add_gates(self) -> None:
         hidden = self.q_proj.in_features

@@ -18,7 +18,6 @@ Shapes: B batch, T tokens of a call, HQ query heads, HK key/value heads, D head 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,9 +35,10 @@ from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
-from deltanet_kernels import window_attention
+from deltanet_kernels import prompt_attention, window_attention
 from deltanet_kernels.common.rotation import turned
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.packed_cache.calls import PromptAttentionCall
 from deltanet_kernels.packed_cache.layout import SINKS
 from deltanet_kernels.window.masked import attention
 
@@ -229,7 +229,7 @@ class WindowBranch(Part):
         if self.cache_bits < 16:
             if cu_seqlens is not None:
                 raise ValueError(PACKED_ROWS)
-            rest = self.scale, self.cache_bits, self.softcap, None, self.cache_spec.key_order
+            rest = self.scale, self.cache_bits, self.softcap, self.cache_spec.key_order
             window_output, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
         else:
             reach = self.window, self.sinks if turn is None else 0
@@ -241,12 +241,12 @@ class WindowBranch(Part):
         return with_learned_sinks(window_output, lse, self.learned_sinks)
 
     def attend_rounded(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Tensor], turn: PositionEmbeddings | None
+        self, q: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor, Tensor], turn: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, of whole rows whose k and v are rounded, and `seen` as later groups see them (`as_kept`)."""
-        rest = self.scale, self.cache_bits, self.softcap, seen
         sinks = self.sinks if turn is None else 0
-        window_output, lse = quantised_attention(q, k, v, self.window, sinks, *rest, edge=self.edge)
+        call = PromptAttentionCall(q, k, v, *seen, self.window, sinks, self.scale, self.softcap, self.edge)
+        window_output, lse = prompt_attention.unchecked(call)
         if turn is not None:
             numbers = torch.arange(1, q.shape[1] + 1, device=q.device)[None]
             window_output, lse = self.with_sinks(window_output, lse, q, k, v, numbers, turn)

@@ -79,7 +79,7 @@ class RelaxedPath(AttentionKind):
 
     def place_cache(self, cache: Cache) -> MixedCacheLayer:
         """The state, beside the key/value layer."""
-        return mixed_cache_layer(cache, self.layer_idx, {"state": self.cache_class}, "softmax")
+        return mixed_cache_layer(cache, self.layer_idx, {"softmax": None, "state": self.cache_class})
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         return {"state": TensorShape((self.growing_heads, self.head_dim, self.head_dim), torch.float32)}

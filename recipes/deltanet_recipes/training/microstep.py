@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from deltanet_hf.decoding.capture import CapturedGraph, capture_cuda_graph
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.layer_runner import LayerInputs
@@ -33,10 +34,9 @@ class MicroStep:
         self, runtime: Runtime, objective: Objective, parameters: list[nn.Parameter], alone: bool = False
     ) -> None:
         self.runtime, self.objective, self.parameters, self.alone = runtime, objective, parameters, alone
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: CapturedGraph | None = None
         self._static: list[torch.Tensor] = []
         self._shapes: list[Any] = []
-        self._result: torch.Tensor | None = None
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Returns the loss and the objective's metrics as one tensor [1 + metrics] float32."""
@@ -56,9 +56,8 @@ class MicroStep:
             if static.data_ptr() != tensor.data_ptr():
                 static.copy_(tensor)
         assert self._graph is not None
-        assert self._result is not None
         self._graph.replay()
-        return self._result.clone()
+        return self._graph.output.clone()
 
     def begin(self) -> None:
         """Call this before the first micro-batch of a step: it clears the gradients of the step before."""
@@ -101,18 +100,7 @@ class MicroStep:
         torch.cuda.current_stream().wait_stream(side)
         for p, grad in zip(self.parameters, before, strict=True):
             p.grad = grad
-        self._graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread queries events during the capture, which the default mode forbids in all threads.
-        broken: Exception | None = None
-        try:
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                try:
-                    self._result = self.run_eagerly(static)
-                except Exception as error:
-                    broken = error
-        finally:  # the end of a broken capture may raise an error of its own
-            if broken is not None:
-                raise broken
+        self._graph = capture_cuda_graph(lambda: self.run_eagerly(static), self.runtime.device)
         # From here on, `Runtime.peak_memory` adds the graph's own memory, which the recording has counted already.
         torch.cuda.reset_peak_memory_stats()
 

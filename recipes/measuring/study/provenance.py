@@ -83,8 +83,8 @@ def _keep(report: dict[str, Any]) -> str:
 
 
 def training(recipe: dict[str, Any]) -> list[str]:
-    """The arguments of `deltanet-hf distill` for the recipe of a recipe.json: the shipped recipe that takes the shortest
-    changes, and these; recipe.json itself, which is a recipe too, if none does.
+    """The arguments of `deltanet-hf distill` for the recipe of a recipe.json: the shipped recipe with the shortest
+    changes, and these; recipe.json itself, which is a recipe too, where none can be changed so.
     """
     own, wanted = [f"student={STUDENT}", f"output={RUN}"], _decisive(recipe)
     found = []
