@@ -23,6 +23,7 @@ from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
+from support.read_in_parts import read_in_parts
 from support.registry import rows
 from support.tiny_conversion import assert_resumes, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
@@ -140,10 +141,7 @@ def check_result(folder: Path, report: dict[str, Any], converted: list[int], mix
     assert report["plan"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
     complete = model.eval()(IDS).logits
-    cache, parts = DynamicCache(config=model.config), []
-    for part in (IDS[:, :75], *IDS[:, 75:].split(1, dim=1)):
-        parts.append(model(part, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), complete, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(read_in_parts(model, IDS, [75, *[1] * 5]), complete, rtol=1e-3, atol=1e-3)
 
     cache = DynamicCache(config=model.config)
     model(IDS[:1], past_key_values=cache, use_cache=True)
