@@ -1,4 +1,4 @@
-"""Every mixer that can be chosen converts, loads, decodes and resumes; a mixer needs no more than a class and a row."""
+"""Every mixer that can be chosen converts, loads and decodes; a mixer needs no more than a class and a row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
 from support.read_in_parts import read_in_parts
 from support.registry import rows
-from support.tiny_conversion import assert_resumes, teacher_folder, tiny_conversion
+from support.tiny_conversion import teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
 
 IDS = torch.randint(4, 60, (2, 80), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
@@ -88,7 +88,6 @@ def few_shares(short_fit: None, monkeypatch: pytest.MonkeyPatch) -> None:
 THROW_AWAY: dict[str, type[LayerKind]] = {kind.name: kind for kind in (ConstantDecay, Sharpened)}
 NAMES = [*(name for name in MIXERS if name != MixedHeads.name), *THROW_AWAY]
 every_mixer = pytest.mark.parametrize("mixer", rows(NAMES), indirect=True)
-mixers_in_full = pytest.mark.parametrize("mixer", rows(NAMES, all_by_default=False), indirect=True)
 
 
 @pytest.fixture
@@ -148,11 +147,6 @@ def check_result(folder: Path, report: dict[str, Any], converted: list[int], mix
     planned = report["plan"]["layers"]
     growing = sum(layer["kept_kv_bytes_per_token"] for layer in planned)
     assert cache_bytes(cache) == sum(layer["state_bytes"] for layer in planned) + growing * IDS.shape[1]
-
-
-@mixers_in_full
-def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, mixer: str) -> None:
-    assert_resumes(teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=3), tmp_path, mixer, 1, mixer=mixer)
 
 
 def test_every_mixer_has_a_start_rule() -> None:
