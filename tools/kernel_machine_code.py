@@ -24,7 +24,7 @@ from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import deltanet_kernels
-from kernel_calls import calls
+from kernel_calls import CALLS
 
 TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = make_backend(TARGET)
@@ -98,7 +98,7 @@ def main() -> None:
     only = parser.parse_args().only
     recorder = Recorder()
     install(recorder)
-    for name, call in calls():
+    for name, call in CALLS:
         if only in name:
             recorder.call, recorder.count = name, 0
             call()

@@ -7,6 +7,7 @@ PyTorch, and a warning says so once with the reason.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -80,6 +81,20 @@ class Operator(Generic[P, C, R]):
         if not torch.compiler.is_compiling():
             self._form = form
         return form
+
+
+def by_arguments(call: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, R]]:
+    """Decorates a function of one call: it then takes the arguments of the call's class."""
+
+    def decorated(function: Callable[[C], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def of_arguments(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(call(*args, **kwargs))
+
+        of_arguments.__signature__ = _signature(call, function)  # type: ignore[attr-defined]
+        return of_arguments
+
+    return decorated
 
 
 def _signature(call: Callable[..., Any], form: Callable[..., Any]) -> inspect.Signature:

@@ -35,12 +35,12 @@ from deltanet_kernels.packed_cache.operators import (
     round_tokens,
 )
 from deltanet_kernels.prompt.operators import gate_values, prompt_inputs
+from deltanet_kernels.titans.calls import TitansState
 from deltanet_kernels.titans.chunk import chunk_titans
 from deltanet_kernels.titans.reference import naive_titans
-from deltanet_kernels.titans.state import TitansState
+from deltanet_kernels.ttt.calls import InnerNorm, TTTState
 from deltanet_kernels.ttt.chunk import chunk_ttt
 from deltanet_kernels.ttt.reference import naive_ttt
-from deltanet_kernels.ttt.state import InnerNorm, TTTState
 from deltanet_kernels.window.operators import window_attention, window_keep, window_mixture, window_step_
 
 __all__ = [

@@ -16,6 +16,7 @@ from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from support.command_line import CommandLine
+from support.read_in_parts import read_in_parts
 from support.refusals import assert_refused
 from support.tiny_conversion import PLAIN, TOKENS, teacher_folder, text_file, tiny_conversion
 
@@ -73,12 +74,8 @@ def check_result(folder: Path, report: dict[str, Any], settings: dict[str, Any])
         assert layer["softmax_error"] < 1e-5
         assert layer["fit_mse"] < min(1.0, layer["search_mse"])
     complete = model(IDS).logits
-    cache, steps = None, []
-    for position in range(IDS.shape[1]):
-        output = model(IDS[:, position : position + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), complete, rtol=1e-3, atol=1e-3)
+    steps = read_in_parts(model, IDS, [1] * IDS.shape[1])
+    torch.testing.assert_close(steps, complete, rtol=1e-3, atol=1e-3)
 
 
 WRONG_CHANGES: list[tuple[tuple[str, ...], str]] = [

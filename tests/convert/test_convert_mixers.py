@@ -1,4 +1,4 @@
-"""Every mixer that can be chosen converts, loads, decodes and resumes; a mixer needs no more than a class and a row."""
+"""Every mixer that can be chosen converts, loads and decodes; a mixer needs no more than a class and a row."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Softmax
+from support.read_in_parts import read_in_parts
 from support.registry import rows
-from support.tiny_conversion import assert_resumes, teacher_folder, tiny_conversion
+from support.tiny_conversion import teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
 
 IDS = torch.randint(4, 60, (2, 80), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
@@ -87,7 +88,6 @@ def few_shares(short_fit: None, monkeypatch: pytest.MonkeyPatch) -> None:
 THROW_AWAY: dict[str, type[LayerKind]] = {kind.name: kind for kind in (ConstantDecay, Sharpened)}
 NAMES = [*(name for name in MIXERS if name != MixedHeads.name), *THROW_AWAY]
 every_mixer = pytest.mark.parametrize("mixer", rows(NAMES), indirect=True)
-mixers_in_full = pytest.mark.parametrize("mixer", rows(NAMES, all_by_default=False), indirect=True)
 
 
 @pytest.fixture
@@ -140,21 +140,13 @@ def check_result(folder: Path, report: dict[str, Any], converted: list[int], mix
     assert report["plan"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
     complete = model.eval()(IDS).logits
-    cache, parts = DynamicCache(config=model.config), []
-    for part in (IDS[:, :75], *IDS[:, 75:].split(1, dim=1)):
-        parts.append(model(part, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), complete, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(read_in_parts(model, IDS, [75, *[1] * 5]), complete, rtol=1e-3, atol=1e-3)
 
     cache = DynamicCache(config=model.config)
     model(IDS[:1], past_key_values=cache, use_cache=True)
     planned = report["plan"]["layers"]
     growing = sum(layer["kept_kv_bytes_per_token"] for layer in planned)
     assert cache_bytes(cache) == sum(layer["state_bytes"] for layer in planned) + growing * IDS.shape[1]
-
-
-@mixers_in_full
-def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, mixer: str) -> None:
-    assert_resumes(teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=3), tmp_path, mixer, 1, mixer=mixer)
 
 
 def test_every_mixer_has_a_start_rule() -> None:

@@ -17,6 +17,7 @@ from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import KEY_ORDER, cache_bits_of
+from support.read_in_parts import read_in_parts
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import LAYERS, READS_ALL, tiny_teacher
 from tests.convert.test_convert_families import held_out_check, texts_of
@@ -73,10 +74,7 @@ def test_a_short_sequence_gets_the_teachers_logits(tmp_path: Path, family: str, 
     close(found[:, :exact], wanted[:, :exact])
     assert everywhere == (family == "mistral")
     assert everywhere or (found - wanted)[:, FITS].abs().max() > 1e-2
-    cache, parts = DynamicCache(config=model.config), []
-    for part in IDS[:, :exact].split([4, 1, 1, exact - 6], dim=1):
-        parts.append(model(part, past_key_values=cache, use_cache=True).logits)
-    close(torch.cat(parts, dim=1), wanted[:, :exact])
+    close(read_in_parts(model, IDS, [4, 1, 1, exact - 6]), wanted[:, :exact])
 
 
 @torch.no_grad()

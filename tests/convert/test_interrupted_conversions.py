@@ -162,28 +162,6 @@ def test_target_that_overlaps_the_teacher(teacher: Path) -> None:
     assert (teacher / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("call", "nth"), [("fsync", 12), ("replace", 1)])
-def test_full_disk_loses_nothing(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, nth: int
-) -> None:
-    real, calls = getattr(os, call), [0]
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] >= nth:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, refuse)
-        with pytest.raises(UserError, match="disk is full"):
-            tiny_conversion(teacher, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    resumed = tiny_conversion(teacher, tmp_path / "out", resume=True)
-    assert tiny_conversion(teacher, tmp_path / "direct") == resumed
-    assert digest(tmp_path / "direct") == digest(tmp_path / "out")
-
-
 def test_too_little_disk_is_noticed_first(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     with pytest.raises(UserError, match=r"needs 0\.07 GB but its disk has 0\.00 GB free"):

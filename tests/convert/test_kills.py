@@ -1,4 +1,4 @@
-"""A conversion, export or selection that is killed at any moment breaks nothing, and resumes to the same bytes."""
+"""A conversion, export, selection or training run that is killed at any moment resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FRESH, REPLACED = {"absent", "complete"}, {"old", "absent", "complete"}
+IN_PLACE = {"absent", "broken", "complete"}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,7 @@ def kill() -> Iterator[Callable[[str, str, int, Path], Any]]:
         ("gguf", "overwrite", 4, 40, {"old", "complete"}),
         ("select", "fresh", 4, 20, FRESH),
         pytest.param("select", "overwrite", 2, 20, REPLACED, marks=pytest.mark.slow),
+        pytest.param("train", "fresh", 15, 150, IN_PLACE, marks=pytest.mark.slow),
     ],
 )
 def test_killed_work_resumes_to_the_same_bytes(

@@ -5,11 +5,9 @@ import contextlib
 import json
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from measuring import rows as row_files
-from measuring.kernels import channel_gates, chunk, group, harness
+from measuring.kernels import group, harness
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
 from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
 from measuring.rows import Row
@@ -250,27 +248,6 @@ def test_the_forward_pass_of_a_peer_without_a_backward_pass_is_timed(tmp_path: P
     assert (row["fwd_ms"], "fwdbwd_ms" in row) == (2.0, False)
 
 
-def test_peers_come_early() -> None:
-    rows = list(channel_gates.rows(True))
-    assert [(row["rule"], row["impl"]) for row in rows if row["impl"] != channel_gates.BOUNDED][:6] == [
-        (rule, impl) for rule in ("kda", "gla", "gdn2") for impl in ("deltanet", "fla")
-    ]
-    assert [row["shape"] for row in rows[:14]] == 7 * [[16, 2048, 9, 64]] + 7 * [[8, 2048, 32, 64]]
-    assert {row["rule"] for row in rows if row["impl"] == channel_gates.BOUNDED} == {"kda"}
-    assert {"rule": "kda", "shape": [4, 4096, 32, 128], "gates": [-5.0, 0.0], "impl": channel_gates.BOUNDED} in rows
-    assert {row["impl"] for row in channel_gates.rows(False)} == {"deltanet"}
-
-    softmax = [row for row in chunk.rows(True) if row["impl"] == "sdpa"]
-    assert softmax
-    assert not any("gates" in row for row in softmax)
-    mixed = [(row["shape"], row["impl"]) for row in chunk.rows(True) if row.get("gates") == chunk.MIX]
-    assert mixed == [
-        (shape, impl)
-        for shape in ([4, 8192, 16, 32, 128], [1, 32768, 32, 32, 128], [4, 4096, 32, 32, 128])
-        for impl in ("deltanet", "fla", "flash_qla", "flashinfer")
-    ]
-
-
 def test_rows_are_chosen_by_their_labels(tmp_path: Path) -> None:
     chosen: list[Row] = []
     run(tmp_path, lambda labels: chosen.append(labels) or {}, "--only", "rule=b", "shape=[2, 3]", "impl=fla", "impl=x")
@@ -323,27 +300,3 @@ def test_the_group_rule_is_measured_beside_the_rule(monkeypatch: pytest.MonkeyPa
         assert row["fwdbwd_ms"] == 2.0
     sizes = [str(value.sizes) for found in group.configurations(rows[0]) for value in found.values()]
     assert len(set(sizes)) == len(sizes)
-
-
-def test_the_command_without_the_peer_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each row has the error of the import, and the second run begins behind them."""
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(channel_gates, "DEVICE", "cpu")
-    monkeypatch.setattr(channel_gates, "SHAPES", [channel_gates.Shape(1, 4, 1, 16)])
-    seen: list[Row] = []
-
-    def measure(labels: Row, given: argparse.Namespace) -> Row:
-        seen.append(labels)
-        return channel_gates.measure(labels, given) if labels["impl"] == "fla" else {}
-
-    benchmark = replace(channel_gates.BENCHMARK, measure=measure)
-    arguments = ["--peers", "--resume", "--output", str(tmp_path), "--only", "rule=gla"]
-    harness.run("rows", benchmark, arguments)
-    rows = rows_of(tmp_path)
-    assert [row["error"].split(":")[0] for row in rows if row["impl"] == "fla"]
-    assert all("ModuleNotFoundError" in row["error"] for row in rows if row["impl"] == "fla")
-    count = len(seen)
-    assert count == len(rows)
-    harness.run("rows", benchmark, arguments)
-    assert len(seen) == count

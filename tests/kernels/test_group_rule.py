@@ -202,14 +202,6 @@ def test_registered_operator_is_sound() -> None:
     )
 
 
-def test_compiles_without_a_graph_break() -> None:
-    case = Case("compile", T=130, H=2, K=64) if GPU else Case("compile", T=9)
-    given = arguments(case, torch.bfloat16 if GPU else torch.float32, DEVICE)
-    eager = results(triton, given)
-    compiled = results(torch.compile(triton, fullgraph=True, backend="aot_eager"), given)
-    assert all(torch.equal(eager[name], compiled[name]) for name in eager)
-
-
 def test_refusals() -> None:
     given = arguments(Case("refused", T=33, H=2))
     with pytest.raises(ValueError, match=r"v: got shape \[1, 32, 2, 16\], needs"):

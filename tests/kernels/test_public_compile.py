@@ -20,6 +20,9 @@ DELTA_RULE = (*HEADS, -GATES[0], GATES[1])
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "chunk_gated_delta_rule": lambda: DELTA_RULE,
     "fused_recurrent_gated_delta_rule": lambda: DELTA_RULE,
+    "chunk_group_gated_delta_rule": lambda: DELTA_RULE,
+    "chunk_channel_gated_delta_rule": lambda: (*HEADS, -HEADS[0].square(), GATES[1]),
+    "chunk_mesa": lambda: (*DELTA_RULE, torch.ones(1, 16, device=DEVICE)),
     "causal_conv1d": lambda: (HEADS[0].flatten(2), HEADS[1, 0].flatten(1).mT.contiguous()),
     "gated_rms_norm": lambda: (HEADS[0], HEADS[1], HEADS[2, 0, 0, 0]),
     "gated_delta_step_": lambda: (

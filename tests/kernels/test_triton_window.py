@@ -105,14 +105,6 @@ def test_tokens_after_the_last_sequence_reach_nothing() -> None:
     assert_close(results(triton_window, inputs, "o"), wanted, 2e-6)
 
 
-def test_compile_without_a_graph_break() -> None:
-    inputs = make(PACKED, torch.float32, DEVICE)
-    compiled = torch.compile(triton_window, fullgraph=True, backend="aot_eager")
-    found, wanted = results(compiled, inputs), results(triton_window, inputs)
-    for name, y in wanted.items():
-        assert torch.equal(found[name], y), name
-
-
 @pytest.mark.parametrize("offsets", [None, (0, 10, 29)], ids=["rows", "packed"])
 def test_the_operators_are_registered_consistently(offsets: tuple[int, ...] | None) -> None:
     inputs = make(Case("", T=30, window=8, sinks=2, cu_seqlens=offsets), torch.float32, DEVICE)

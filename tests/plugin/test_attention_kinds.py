@@ -18,6 +18,7 @@ from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from support.float64 import Float64, float64_logits
+from support.read_in_parts import read_in_parts
 from support.tiny_models import tiny_student, tiny_teacher
 from support.transformers_version import several_recorded_calls
 
@@ -84,9 +85,8 @@ def test_a_familys_own_window_stays(kind: str) -> None:
     model = tiny_student("gemma2", mixer=kind).double()
     with Float64():
         wanted = model(IDS).logits
-        cache = DynamicCache(config=model.config)
-        parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([9, 1, 14], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), wanted, rtol=0, atol=1e-11)
+        found = read_in_parts(model, IDS, [9, 1, 14])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
 @torch.no_grad()
@@ -133,9 +133,8 @@ def test_gradients_go_through_a_cache(kind: str) -> None:
     names, weights = zip(*model.named_parameters(), strict=True)
     with Float64():
         wanted = torch.autograd.grad(model(IDS, use_cache=False).logits[:, 10:].square().mean(), weights)
-        cache = DynamicCache(config=model.config)
-        parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([10, 1, 13], dim=1)]
-        found = torch.autograd.grad(torch.cat(parts[1:], dim=1).square().mean(), weights)
+        logits = read_in_parts(model, IDS, [10, 1, 13])
+        found = torch.autograd.grad(logits[:, 10:].square().mean(), weights)
     for name, one, other in zip(names, found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -148,8 +147,8 @@ def test_several_calls_are_recorded_beside_a_sliding_window() -> None:
     cache = DynamicCache(config=model.config)
     place_layers(model, cache)
     cache.activate_past_recording()
-    parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([10, 1, 2, 11], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS).logits, rtol=2e-4, atol=2e-4)
+    found = read_in_parts(model, IDS, [10, 1, 2, 11], cache=cache)
+    torch.testing.assert_close(found, model(IDS).logits, rtol=2e-4, atol=2e-4)
     cache.crop(-13)
     again = model(IDS[:, 11:], past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(again, model(IDS).logits[:, 11:], rtol=2e-4, atol=2e-4)
@@ -162,8 +161,8 @@ def test_a_static_cache_decodes_alike(kind: str) -> None:
     cache = StaticCache(config=model.config, max_cache_len=32)
     wanted = model(IDS, use_cache=False).logits
     for _ in range(2):  # the second time after a reset
-        parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([20, 1, 1, 1, 1], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), wanted, atol=2e-4, rtol=2e-4)
+        found = read_in_parts(model, IDS, [20, 1, 1, 1, 1], cache=cache)
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-4)
         cache.reset()
 
 
@@ -240,8 +239,8 @@ def test_on_a_gpu_it_reads_and_decodes_as_in_float64(kind: str, dtype: torch.dty
     if kind != "deltaformer":
         caches.append(StaticCache(config=model.config, max_cache_len=32))
     for cache in caches:
-        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([10, 1, 12, 1], dim=1)]
-        assert (torch.cat(parts, dim=1).double() - wanted).norm() / wanted.norm() < 2 * rounding + 1e-5
+        found = read_in_parts(model, ids, [10, 1, 12, 1], cache=cache)
+        assert (found.double() - wanted).norm() / wanted.norm() < 2 * rounding + 1e-5
 
 
 @torch.no_grad()
@@ -255,8 +254,7 @@ def test_bfloat16_decodes_as_it_reads(kind: str) -> None:
         if isinstance(module, Opening):
             module.float()
     full = model(IDS).logits.float()
-    cache = DynamicCache(config=model.config)
-    parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([10, 1, 1, 12], dim=1)]
+    found = read_in_parts(model, IDS, [10, 1, 1, 12])
     rounding = float((full - exact).norm() / exact.norm())
     assert rounding < 0.03  # four layers, each some roundings of 2^-8
-    assert (torch.cat(parts, dim=1).float() - exact).norm() / exact.norm() < 2 * rounding
+    assert (found.float() - exact).norm() / exact.norm() < 2 * rounding

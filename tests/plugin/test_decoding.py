@@ -17,6 +17,7 @@ from deltanet_hf.fast import mixer, window
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from support.plain_form import plain_form
+from support.read_in_parts import read_in_parts
 from support.tiny_models import HYBRID, LAYERS, tiny_mixture, tiny_student
 
 PREFILL, STEPS = 8, 4
@@ -75,9 +76,7 @@ def windowed(family: str = "llama", **changes: Any) -> PreTrainedModel:
 
 def decode(model: Any, cache: Any = None) -> torch.Tensor:
     """Logits of the decoding steps after a prefill."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    parts = TOKENS.split([PREFILL, *[1] * STEPS], dim=1)
-    return torch.cat([model(part, past_key_values=cache, use_cache=True).logits for part in parts][1:], dim=1)
+    return read_in_parts(model, TOKENS, [PREFILL, *[1] * STEPS], cache=cache)[:, PREFILL:]
 
 
 @torch.no_grad()

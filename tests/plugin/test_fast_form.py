@@ -24,6 +24,7 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from support.plain_form import plain_form
+from support.read_in_parts import read_in_parts
 from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,15 +69,7 @@ STUDENTS = students()
 @torch.no_grad()
 def read(model: Any, lengths: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
     """Logits of the tokens, read in parts of these lengths."""
-    cache, found, first = DynamicCache(config=model.config), [], 0
-    for length in lengths:
-        last, options = first + length, {}
-        if mask is not None:
-            positions = (mask[:, :last].cumsum(-1) - 1).clamp(min=0)
-            options = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:]}
-        found.append(model(TOKENS[:, first:last], past_key_values=cache, use_cache=True, **options).logits)
-        first = last
-    return torch.cat(found, dim=1)
+    return read_in_parts(model, TOKENS, lengths, mask)
 
 
 @pytest.mark.parametrize("name", STUDENTS)

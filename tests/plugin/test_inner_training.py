@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.inner_training.mesa import MesaRidge
+from support.read_in_parts import read_in_parts
 from support.refusals import assert_refused
 from support.tiny_models import HYBRID, tiny_student
 
@@ -37,9 +38,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_prompts_that_end_anywhere_in_a_mini_batch(model: PreTrainedModel) -> None:
     wanted = model(TOKENS).logits
     for lengths in ([3, 1, 1, 1, 13], [8, 1, 4, 6]):
-        cache = DynamicCache(config=model.config)
-        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in TOKENS.split(lengths, dim=1)]
-        close(torch.cat(parts, dim=1), wanted)
+        close(read_in_parts(model, TOKENS, lengths), wanted)
 
 
 def test_gradients_reach_every_parameter(model: PreTrainedModel) -> None:

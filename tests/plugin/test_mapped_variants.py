@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from support.read_in_parts import read_in_parts
 from support.tiny_models import LAYERS, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(6))
@@ -48,8 +49,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @torch.no_grad()
 def test_prefill_decoding_packed_documents_and_short_steps_agree(model: PreTrainedModel) -> None:
     cache = DynamicCache(config=model.config)
-    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in TOKENS.split([6, 1, 1, 3, 3], dim=1)]
-    close(torch.cat(parts, dim=1), model(TOKENS).logits)
+    close(read_in_parts(model, TOKENS, [6, 1, 1, 3, 3], cache=cache), model(TOKENS).logits)
     layers: Any = [layer.self_attn for layer in model.model.layers]
     assert cache_bytes(cache) == len(TOKENS) * sum(layer.state_bytes(torch.float32) for layer in layers)
     row = TOKENS[:1]

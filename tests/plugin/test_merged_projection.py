@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deltanet_hf.decoding import serve
 from deltanet_hf.fast import FastDecoder, fast_form, form
 from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.fast.parts import MergedProjection
 from support.plain_form import plain_form
+from support.read_in_parts import read_in_parts
 from support.tiny_models import tiny_student, tiny_teacher
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(6))
@@ -61,10 +62,7 @@ class Products(TorchDispatchMode):
 @torch.no_grad()
 def decode(model: Any) -> torch.Tensor:
     """Logits of six decoding steps."""
-    cache = DynamicCache(config=model.config)
-    model(TOKENS[:, :6], past_key_values=cache, use_cache=True)
-    steps = [model(token, past_key_values=cache, use_cache=True).logits for token in TOKENS[:, 6:].split(1, dim=1)]
-    return torch.cat(steps, dim=1)
+    return read_in_parts(model, TOKENS, [6, *[1] * 6])[:, 6:]
 
 
 def is_merged(model: Any) -> bool:

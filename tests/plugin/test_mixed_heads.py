@@ -22,6 +22,7 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.float64 import Float64, assert_same_function, double
+from support.read_in_parts import read_in_parts
 from support.refusals import assert_refused
 from support.tiny_models import (
     LAYERS,
@@ -245,10 +246,9 @@ def test_attention_implementation_reaches_the_branches() -> None:
 def test_a_window_on_a_model_with_mixed_heads_takes_its_softmax_heads() -> None:
     model = tiny_mixture("llama", mixed_table("softmax", "linear"))
     restrict_to_window(model, 5, 2)
-    cache, parts = DynamicCache(config=model.config), []
-    for part in IDS.split([7, 1, 16], dim=1):
-        parts.append(model(part, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS).logits, rtol=2e-4, atol=2e-4)
+    cache = DynamicCache(config=model.config)
+    found = read_in_parts(model, IDS, [7, 1, 16], cache=cache)
+    torch.testing.assert_close(found, model(IDS).logits, rtol=2e-4, atol=2e-4)
     assert all(isinstance(layer, ConstantMixedCacheLayer) for layer in cache.layers)
     assert cache_bytes(cache) == 2 * sum(layer.self_attn.state_bytes(torch.float32) for layer in model.model.layers)
 

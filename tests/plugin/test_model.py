@@ -31,6 +31,7 @@ from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.families import FAMILIES
+from support.read_in_parts import read_in_parts
 from support.refusals import assert_refused
 from support.tiny_models import (
     HYBRID,
@@ -66,9 +67,8 @@ def test_data_classes_that_are_called_are_not_frozen() -> None:
 
 
 def test_a_cache_made_without_config_works(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    cache = DynamicCache()
-    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split([13, 8], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits, rtol=2e-4, atol=2e-4)
+    found = read_in_parts(model, tokens, [13, 8], cache=DynamicCache())
+    torch.testing.assert_close(found, model(tokens).logits, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("table", [tiny_table(), mixture_table()], ids=["all", "mixture"])
@@ -92,13 +92,8 @@ def test_a_static_cache_is_as_good_beyond_the_sliding_window_of_all_layers(name:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     wanted = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
     for parts in ([tokens.shape[1]], [5, *[1] * (tokens.shape[1] - 5)], [3, 10, tokens.shape[1] - 13]):
-        cache, found, done = StaticCache(config=model.config, max_cache_len=32), [], 0
-        for part in parts:
-            at, done = slice(done, done + part), done + part
-            call = {"attention_mask": mask[:, :done], "position_ids": positions[:, at], "past_key_values": cache}
-            found.append(model(tokens[:, at], use_cache=True, **call).logits)
-        together = torch.cat(found, dim=1)
-        torch.testing.assert_close(together[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-4)
+        found = read_in_parts(model, tokens, parts, mask, StaticCache(config=model.config, max_cache_len=32))
+        torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-4)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
     static = model.generate(tokens, cache_implementation="static", disable_compile=True, **options)
     assert static.tolist() == model.generate(tokens, **options).tolist()

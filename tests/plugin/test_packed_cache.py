@@ -29,6 +29,7 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_kernels import PackedKeyValues, packed_part
 from deltanet_kernels.packed_cache.layout import GROUP, rounded_tokens, unpacked
 from support.plain_form import plain_form
+from support.read_in_parts import read_in_parts
 from support.tiny_models import (
     HYBRID,
     mixed_mixture_table,
@@ -133,9 +134,7 @@ def test_however_a_text_is_cut_it_is_the_whole_forward(name: str, parts: list[in
     model = made(name)
     with plain_form():
         wanted = model(LONG, use_cache=False).logits
-    cache = DynamicCache(config=model.config)
-    found = [model(part, past_key_values=cache, use_cache=True).logits for part in LONG.split(parts, dim=1)]
-    for logits in (torch.cat(found, dim=1), model(LONG, use_cache=False).logits):
+    for logits in (read_in_parts(model, LONG, parts), model(LONG, use_cache=False).logits):
         assert (logits - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
     set_cache_bits(model, 16)
     if name.startswith("capped"):  # SDPA of transformers 5.17 leaves the cap out

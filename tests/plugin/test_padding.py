@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.mixers.layer import masks
+from support.read_in_parts import read_in_parts
 from support.tiny_models import HYBRID, LAYERS, tiny_qwen3_5, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -111,14 +112,8 @@ def test_padding_between_the_tokens_of_a_row_is_skipped(profile: str, changes: d
     model = tiny_student("qwen3", profile, (1,), **changes)
     mask = torch.ones_like(TOKENS)
     mask[1, [0, 3, 4, 5, 8, 9, 11]] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache, found, done = DynamicCache(config=model.config), [], 0
-    for part in parts:
-        columns = slice(done, done + part)
-        done += part
-        given = {"attention_mask": mask[:, :done], "position_ids": positions[:, columns]}
-        found.append(model(TOKENS[:, columns], past_key_values=cache, use_cache=True, **given).logits)
-    logits = torch.cat(found, dim=1)
+    cache = DynamicCache(config=model.config)
+    logits = read_in_parts(model, TOKENS, parts, mask, cache)
     for row in range(2):
         real = mask[row].bool()
         torch.testing.assert_close(logits[row, real], model(TOKENS[row, real][None]).logits[0], rtol=2e-4, atol=2e-4)
@@ -151,11 +146,6 @@ def test_a_model_in_the_format_of_qwen3_5_reads_token_by_token(kind: Any) -> Non
     mask = MASK if kind is DynamicCache else torch.ones_like(MASK)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = kind(config=model.config, **({} if kind is DynamicCache else {"max_cache_len": 16}))
-    found = []
-    for at in range(TOKENS.shape[1]):
-        call = {"attention_mask": mask[:, : at + 1], "position_ids": positions[:, at : at + 1]}
-        call = call if kind is DynamicCache else {}
-        found.append(model(TOKENS[:, at : at + 1], past_key_values=cache, use_cache=True, **call).logits)
+    found = read_in_parts(model, TOKENS, [1] * TOKENS.shape[1], mask if kind is DynamicCache else None, cache)
     wanted = model(TOKENS, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    together = torch.cat(found, dim=1)
-    torch.testing.assert_close(together[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-4)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_kernels.dispatch import Operator
 from support.plain_form import plain_form
+from support.read_in_parts import read_in_parts
 from support.tiny_models import tiny_student
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -70,15 +71,7 @@ def student(family: str = "llama", layers: tuple[int, ...] = (0, 2), **changes: 
 @torch.no_grad()
 def read(model: Any, lengths: tuple[int, ...] = (13,), mask: Tensor | None = None, rows: int = 2) -> Tensor:
     """Logits of the tokens, read in parts of these lengths."""
-    cache, found, first = DynamicCache(config=model.config), [], 0
-    for length in lengths:
-        last, options = first + length, {}
-        if mask is not None:
-            positions = (mask[:, :last].cumsum(-1) - 1).clamp(min=0)
-            options = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:]}
-        found.append(model(TOKENS[:rows, first:last], past_key_values=cache, use_cache=True, **options).logits)
-        first = last
-    return torch.cat(found, dim=1)
+    return read_in_parts(model, TOKENS[:rows], lengths, mask)
 
 
 @pytest.mark.skipif(ON_GPU, reason="compares the PyTorch forms")

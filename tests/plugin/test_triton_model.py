@@ -18,6 +18,7 @@ from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import Kind, LayerTable
 from deltanet_kernels.dispatch import Operator
 from support.plain_form import plain_form
+from support.read_in_parts import read_in_parts
 from support.tiny_models import mixed_heads, tiny_mixture, tiny_student
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,10 +93,8 @@ def test_prefill_and_decoding_with_a_cache(
     answers = []
     for side in ("torch", "triton"):
         calls = send(side)
-        cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            parts = [model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split([7, 1], dim=1)]
-        answers.append(torch.cat(parts, dim=1))
+            answers.append(read_in_parts(model, tokens, [7, 1]))
         assert {"chunk_gated_delta_rule", *decoders} <= set(calls)
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
 
@@ -140,9 +139,7 @@ def test_fused_steps_of_rules_that_erase_nothing(
 def read(model: PreTrainedModel) -> torch.Tensor:
     """Logits of a prompt of 64 tokens and of three steps."""
     tokens = torch.randint(3, 97, (1, 67), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    cache = DynamicCache(config=model.config)
-    parts = [model(x, past_key_values=cache, use_cache=True).logits for x in tokens.split([64, 1, 1, 1], dim=1)]
-    return torch.cat(parts, dim=1)
+    return read_in_parts(model, tokens, [64, 1, 1, 1])
 
 
 def states(**changes: Any) -> Kind:

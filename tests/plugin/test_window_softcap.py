@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from deltanet_hf import converted_config
 from deltanet_hf.models.factory import model_class
+from support.read_in_parts import read_in_parts
 from support.tiny_models import randomise, teacher_config, tiny_table, tiny_teacher
 
 TOKENS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(8))
@@ -55,18 +54,10 @@ def test_the_cap_is_seen() -> None:
 def test_parts_of_a_prompt_and_decoding(cap: float, padded: bool) -> None:
     """A prefill, a second part that reads the cache, and single tokens, with and without padding on the left."""
     model = student(cap)
-    cache = DynamicCache(config=model.config)
     mask = torch.ones_like(TOKENS)
     if padded:
         mask[1, :7] = 0
-    found, done = [], 0
-    for part in TOKENS.split([9, 3, 1, 1, 1, 1, 1, 1, 1, 1], dim=1):
-        done += part.shape[1]
-        options: dict[str, Any] = {"attention_mask": mask[:, :done]} if padded else {}
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, done - part.shape[1] : done]
-        output = model(part, past_key_values=cache, use_cache=True, position_ids=positions, **options)
-        found.append(output.logits)
-    logits = torch.cat(found, dim=1)
+    logits = read_in_parts(model, TOKENS, [9, 3, *[1] * 8], mask if padded else None)
     close(logits[0], teacher(cap)(TOKENS[:1]).logits[0])
     first = 7 if padded else 0
     close(logits[1, first:], teacher(cap)(TOKENS[1:, first:]).logits[0])

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers.attention import window_softmax
 from deltanet_hf.models.restrict import restrict_to_window
+from support.read_in_parts import read_in_parts
 from support.tiny_models import mixed_table, tiny_mixture, tiny_teacher
 
 LENGTH = 24
@@ -91,23 +92,12 @@ def test_padding_and_parts_of_a_prompt(window: int, sinks: int, side: str, choos
     model = windowed("gemma2", window, sinks, num_hidden_layers=2, layer_types=None).double()
     mask = torch.ones_like(IDS)
     mask[0, {"left": slice(0, 6), "right": slice(12, 18), "middle": slice(7, 10)}[side]] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     results = {}
     for operator in (True, False):
         choose(operator)
-        cache, found, done = DynamicCache(config=model.config), [], 0
-        for part in (11, 1, 6, 6):
-            columns = slice(done, done + part)
-            done += part
-            output = model(
-                IDS[:, columns],
-                attention_mask=mask[:, :done],
-                position_ids=positions[:, columns],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            found.append(output.logits)
-        results[operator] = torch.cat(found, dim=1)[mask.bool()], cache.layers[0].state
+        cache = DynamicCache(config=model.config)
+        found = read_in_parts(model, IDS, (11, 1, 6, 6), mask, cache)
+        results[operator] = found[mask.bool()], cache.layers[0].state
     close(*(result[0] for result in results.values()))
     for name, tensor in results[False][1].items():
         real = results[False][1]["numbers"] > 0
@@ -213,14 +203,9 @@ def test_on_a_gpu_long_prompts_are_those_of_a_mask(family: str, padded: bool, ch
     mask = torch.ones_like(ids)
     if padded:
         mask[1, :123] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     results = []
     for forced in (None, False):
         if forced is not None:
             choose(forced)
-        cache, found = DynamicCache(config=model.config), []
-        for columns in (slice(0, 200), slice(200, 400), slice(400, 401)):
-            given = {"attention_mask": mask[:, : columns.stop], "position_ids": positions[:, columns]}
-            found.append(model(ids[:, columns], past_key_values=cache, use_cache=True, **given).logits)
-        results.append(torch.cat(found, dim=1)[mask.bool()])
+        results.append(read_in_parts(model, ids, (200, 200, 1), mask)[mask.bool()])
     torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)

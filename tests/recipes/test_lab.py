@@ -18,7 +18,6 @@ from measuring.lab import experiment
 from measuring.lab.command import main
 from measuring.lab.plot import in_words, read_rows
 from measuring.lab.plot import main as draw
-from measuring.lab.presets import PRESETS
 from measuring.lab.recall import DISTRACTORS, KEYS, VALUES, AssociativeRecall
 from measuring.lab.table import by_model, mean_accuracy, pairs_recalled, table
 from measuring.lab.tasks import IGNORED
@@ -44,12 +43,6 @@ def test_running_products_are_compositions() -> None:
         for word, answer in zip(words, answers, strict=True):
             slots = tuple(task.elements[word][slot] for slot in slots)
             assert task.elements[answer] == slots
-
-
-def test_parity_is_the_smallest_group() -> None:
-    task = WordProblem("parity", 2)
-    inputs, labels = task.batch(330, Level(32, 1), generator())
-    assert torch.equal(labels[:, 1:], inputs[:, 1:].cumsum(1) % 2)
 
 
 def test_elements_join_by_their_number_of_transpositions() -> None:
@@ -202,11 +195,6 @@ def test_given_settings_go_before_those_of_the_laboratory() -> None:
     assert (kind.settings.k_offset, kind.settings.conv_size) == (False, 0)
 
 
-def test_an_odd_head_is_refused() -> None:
-    with pytest.raises(UserError, match="--head-dim 7: expected an even number"):
-        tiny_model(MixerChoice("softmax").table(1, {}), 3, 18, 2, 7, 0)
-
-
 def call(function: Any, *arguments: str) -> Any:
     app = typer.Typer()
     app.command()(function)
@@ -316,8 +304,3 @@ def test_rows_of_other_settings_are_lines_of_their_own() -> None:
     )
     assert in_words(f"{config},allow_neg_eigval=true") == "4 writes per token, beta up to 2"
     assert in_words("kda:allow_neg_eigval=true") == "kda, beta up to 2"
-
-
-def test_presets_name_their_tasks() -> None:
-    for name, preset in PRESETS.items():
-        assert preset.task().name == name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -173,16 +172,3 @@ def test_a_killed_process_of_two_ends_the_other_and_the_run_resumes(workplace: P
     for process in processes(recipes["b"]):
         assert process.wait(timeout=200) == 0
     assert_same(out, tmp_path / "a" / "run")
-
-
-@pytest.mark.slow
-def test_runs_killed_at_any_change_of_the_disk_resume(tmp_path: Path) -> None:
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "support.kill_training", str(tmp_path), "20"]
-    done = subprocess.run(command, env=paths, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["calls"] > 150
-    assert len(found["points"]) == 20
-    for point in found["points"]:
-        assert point == {"point": point["point"], "killed": True, "resumed": 0, "same": True, "left behind": []}

@@ -1,6 +1,6 @@
-"""Kills conversions, exports and selections with SIGKILL at many points and resumes them; prints the findings as JSON.
+"""Kills conversions, exports, selections and training runs with SIGKILL at many points and resumes them; prints JSON.
 
-    echo "convert|export|gguf|select fresh|overwrite|twice POINTS FOLDER" | python -m support.kill_points
+    echo "convert|export|gguf|select|train fresh|overwrite|twice POINTS FOLDER" | python -m support.kill_points
 
 A child process is killed before or after its n-th call that changes the disk, for POINTS values of n spread over the
 complete work and for each of its last calls (publication). Each line of the input is answered by one of JSON. This runs
@@ -10,6 +10,7 @@ as a separate process because it forks.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from deltanet_convert import output_files
 from deltanet_convert.export import gguf
@@ -42,6 +44,11 @@ CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir",
 LAST = 10  # number of last calls that are all tried: publication and cleanup
 
 
+def digest(out: Path) -> dict[str, str]:
+    files = sorted(out.iterdir()) if out.is_dir() else [out]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
 @dataclass(frozen=True)
 class Work:
     """The work that is killed: `run(resume=..., overwrite=...)` writes `out`; `run_other` writes a different output."""
@@ -49,6 +56,7 @@ class Work:
     out: Path
     run: Callable[..., None]
     run_other: Callable[[], None]
+    digest: Callable[[Path], dict[str, Any]] = digest
 
 
 def conversion(folder: Path) -> Work:
@@ -105,12 +113,31 @@ def selection(folder: Path) -> Work:
     return Work(out, run, partial(run, 2))
 
 
-WORKS = {"convert": conversion, "export": export, "gguf": gguf_export, "select": selection}
+def training(folder: Path) -> Work:
+    from deltanet_recipes.config import load_recipe
+    from deltanet_recipes.training import pipeline
+    from support.fault_runs import STAGES
+    from support.tiny_run import losses, make_workplace, recipe_tree, write_recipe
+
+    pipeline.draw_plots = lambda *args: []
+    make_workplace(folder)
+    out = folder / "run"
+
+    def run(seed: int = 1, resume: bool = False) -> None:  # `distill` always resumes
+        recipe = write_recipe(folder, recipe_tree(folder, STAGES, output=str(out), seed=seed))
+        pipeline.run(load_recipe(recipe), console=Console(file=io.StringIO()))
+
+    def trained(out: Path) -> dict[str, Any]:
+        """Losses, final weights, and what is left behind: tokens are cached under a name of the process, with a dot."""
+        weights = list(out.glob("final/model.safetensors"))
+        left = [path.name for path in out.rglob("*") if path.suffix in (".partial", ".tmp", ".damaged")]
+        left = [name for name in left if name.count(".") < 2]
+        return {"losses": sorted(losses(out)), "left": left, **{path.name: digest(path) for path in weights}}
+
+    return Work(out, run, partial(run, 2), trained)
 
 
-def digest(out: Path) -> dict[str, str]:
-    files = sorted(out.iterdir()) if out.is_dir() else [out]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+WORKS = {"convert": conversion, "export": export, "gguf": gguf_export, "select": selection, "train": training}
 
 
 def remove(out: Path) -> None:
@@ -173,7 +200,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 def main(what: str, mode: str, folder: Path, points: int) -> None:
     work = WORKS[what](folder)
-    out, run = work.out, work.run
+    out, run, digest = work.out, work.run, work.digest
     work.run_other()  # imports everything, before any fork
     old = digest(out)
     shutil.move(out, folder / "old")

@@ -7,7 +7,6 @@ import string
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
@@ -17,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_convert.conversion import convert
 from deltanet_convert.job import Job, prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import START, start_rule
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.start.samples import LayerCalibration
 from deltanet_convert.storage.teacher_source import Source
@@ -94,21 +92,3 @@ def quick_start(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibrat
         layer.window_branch.share_proj.bias.zero_()
     figures = {"half_life": [1.0] * layer.num_states, "beta": [0.5] * layer.num_states}
     return {**figures, "search_mse": 1.0, "fit_mse": float(calibration.hidden_states.square().mean())}
-
-
-def assert_resumes(teacher: Path, folder: Path, rule: str, at: int, **options: Any) -> None:
-    """A conversion that ends while `rule` starts the layer `at` is resumed to the files of one that does not."""
-    start = start_rule(rule)
-
-    def stopped(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
-        if layer.layer_idx == at:
-            raise KeyboardInterrupt
-        return start(attention, layer, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(START, rule, stopped)
-        with pytest.raises(KeyboardInterrupt):
-            tiny_conversion(teacher, folder / "resumed", **options)
-    tiny_conversion(teacher, folder / "resumed", resume=True, **options)
-    tiny_conversion(teacher, folder / "whole", **options)
-    assert digest(folder / "resumed") == digest(folder / "whole")

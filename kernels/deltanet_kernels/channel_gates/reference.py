@@ -10,66 +10,45 @@ without erasing, S_t = Diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T, gated linear at
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from deltanet_kernels.channel_gates.calls import ChannelCall, check_channel_rule
-from deltanet_kernels.common.heads import l2_normalize
+from deltanet_kernels.common.heads import l2_normalize, spans
+from deltanet_kernels.dispatch import by_arguments
 
 
-def naive_channel_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    erase_key: torch.Tensor | None = None,
-    erase: bool = True,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+@by_arguments(ChannelCall)
+def naive_channel_gated_delta_rule(call: ChannelCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence in the widest dtype among the inputs; slow, and differentiable by autograd.
 
     Arguments, results and errors as `deltanet_kernels.chunk_channel_gated_delta_rule`.
     """
-    call = ChannelCall(
-        q, k, v, g, beta, erase_key, erase, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        scale,
-    )  # fmt: skip
     check_channel_rule(call)
     dims = call.dims
+    q, k, v, g, beta = call[:5]
     dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), beta.dtype)
     q, k, v, beta, decay = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), g.to(dtype).exp()
-    if use_qk_l2norm_in_kernel:
+    if call.use_qk_l2norm_in_kernel:
         q, k = l2_normalize(q), l2_normalize(k)
     k = k.repeat_interleave(dims.HV // dims.H, dim=2)
     q = q.repeat_interleave(dims.HO // dims.HQ, dim=2) * call.factor
-    p = k if erase_key is None else erase_key.to(dtype)
+    p = k if call.erase_key is None else call.erase_key.to(dtype)
 
-    # Rows and tokens of what runs together: the whole batch, or one packed sequence.
-    spans = [(slice(0, dims.B), 0, dims.T)]
-    if cu_seqlens is not None:
-        spans = [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))]
     outputs: list[torch.Tensor] = []  # per token [rows, HO, V]
     states: list[torch.Tensor] = []
-    for rows, start, end in spans:
+    for rows, start, end in spans(dims.B, dims.T, call.cu_seqlens):
         state = v.new_zeros(rows.stop - rows.start, dims.HV, dims.K, dims.V)
-        if initial_state is not None:
-            state = initial_state[rows].to(dtype)
+        if call.initial_state is not None:
+            state = call.initial_state[rows].to(dtype)
         for t in range(start, end):
             state = state * decay[:, t].unsqueeze(-1)
             wanted = v[:, t]
-            if erase:
+            if call.erase:
                 wanted = wanted - (state * p[:, t].unsqueeze(-1)).sum(-2)
             state = state + k[:, t].unsqueeze(-1) * (beta[:, t].unsqueeze(-1) * wanted).unsqueeze(-2)
             heads = state.repeat_interleave(dims.HO // dims.HV, dim=1)
             outputs.append((heads * q[:, t].unsqueeze(-1)).sum(-2))
         states.append(state)
-    outputs += [v.new_zeros(dims.B, dims.HO, dims.V)] * (dims.T - spans[-1][2])
+    outputs += [v.new_zeros(dims.B, dims.HO, dims.V)] * (dims.T - len(outputs))
     o = torch.stack(outputs, dim=1).to(call.v.dtype)
-    return o, torch.cat(states) if output_final_state else None
+    return o, torch.cat(states) if call.output_final_state else None

@@ -2,17 +2,14 @@
 
 import torch
 
+from deltanet_kernels.deltaformer.solve import DeltaFormerCall
+from deltanet_kernels.dispatch import by_arguments
 
-def naive_deltaformer_solve(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    past_k: torch.Tensor | None = None,
-    past_u: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+
+@by_arguments(DeltaFormerCall)
+def naive_deltaformer_solve(call: DeltaFormerCall) -> torch.Tensor:
     """Arguments and results as `deltanet_kernels.deltaformer_solve`; slow, differentiable by autograd."""
+    k, v, beta, scale, past_k, past_u, mask = call
     factor = k.shape[-1] ** -0.5 if scale is None else scale
     keys = k if past_k is None else torch.cat([past_k, k], dim=1)
     first = keys.shape[1] - k.shape[1]

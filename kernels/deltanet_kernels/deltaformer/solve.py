@@ -7,23 +7,30 @@ goes over the blocks in the reverse order and computes P again, so that no more 
     (I + beta P)^T dV = dU        d beta = -dV . (P U)        dP = -beta dV U^T
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from deltanet_kernels.dispatch import by_arguments
+
 BLOCK = 128  # rows of the softmax that are in memory
 
 
-def deltaformer_solve(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    past_k: torch.Tensor | None = None,
-    past_u: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+class DeltaFormerCall(NamedTuple):
+    """One call of the solve; `deltaformer_solve` documents the fields."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    scale: float | None = None
+    past_k: torch.Tensor | None = None
+    past_u: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+@by_arguments(DeltaFormerCall)
+def deltaformer_solve(call: DeltaFormerCall) -> torch.Tensor:
     """The corrected values of DeltaFormer: u_t = v_t - beta_t sum over s < t of softmax_s(scale k_t . k_s) u_s.
 
     The first token of a sequence, which sees no other, has u = v. Computed in float32 (float64 for float64 inputs), in
@@ -46,7 +53,8 @@ def deltaformer_solve(
         ValueError: shapes that do not fit, or only one of past_k and past_u.
         TypeError: a mask that is not bool.
     """
-    _check(k, v, beta, past_k, past_u, mask)
+    _check(call)
+    k, v, beta, scale, past_k, past_u, mask = call
     dtype = torch.promote_types(v.dtype, torch.float32)
     factor = k.shape[-1] ** -0.5 if scale is None else scale
     keys = k if past_k is None else torch.cat([past_k, k], dim=1)
@@ -59,14 +67,8 @@ def deltaformer_solve(
     return u.transpose(1, 2).to(v.dtype)
 
 
-def _check(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    past_k: torch.Tensor | None,
-    past_u: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> None:
+def _check(call: DeltaFormerCall) -> None:
+    k, v, beta, _, past_k, past_u, mask = call
     if k.dim() != 4 or k.shape[1] == 0:
         raise ValueError(f"k: got shape {list(k.shape)}, needs [B, T, H, D] with T >= 1")
     batch, length, heads, size = k.shape

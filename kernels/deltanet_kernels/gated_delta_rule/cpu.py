@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from deltanet_kernels import checks
-from deltanet_kernels.arguments import Erase, RuleCall
+from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.device import no_autocast
+from deltanet_kernels.dispatch import by_arguments
 from deltanet_kernels.gated_delta_rule.cpu_backward import backward
 from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, Sizes, forward
 from deltanet_kernels.gated_delta_rule.drop_in import through_plain
@@ -147,35 +148,13 @@ def _run(
     return o, final
 
 
-def torch_chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    *,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    erase: Erase = "decayed",
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+@by_arguments(RuleCall)
+def torch_chunk_gated_delta_rule(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The chunked form in plain PyTorch, on any device; float32 inside (float64 for float64 inputs).
 
     Arguments, results and errors as `deltanet_kernels.chunk_gated_delta_rule`.
     """
-    call = RuleCall(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
-    )  # fmt: skip
-    return chunked(call) if checks.check_delta_rule(call, drop_in=True) else through_plain(chunked, call, q.dtype)
+    return chunked(call) if checks.check_delta_rule(call, drop_in=True) else through_plain(chunked, call, call.q.dtype)
 
 
 def chunked(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:

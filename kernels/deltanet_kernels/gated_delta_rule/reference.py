@@ -11,14 +11,14 @@ and the forms that `erase` chooses:
 """
 
 import functools
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from deltanet_kernels import checks
-from deltanet_kernels.arguments import Erase, RuleCall
-from deltanet_kernels.common.heads import l2_normalize
+from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.heads import l2_normalize, spans
+from deltanet_kernels.dispatch import by_arguments
 
 
 def log_decay_and_strength(
@@ -38,43 +38,22 @@ def log_decay_and_strength(
     return g, beta
 
 
-def naive_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    *,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    erase: Erase = "decayed",
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+@by_arguments(RuleCall)
+def naive_gated_delta_rule(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence, one token at a time, in the widest dtype among the inputs: the truth for tests.
 
     Arguments and results as `deltanet_kernels.chunk_gated_delta_rule`, the output in the dtype of v; slow,
     differentiable by autograd, and with float64 inputs exact to float64.
     """
-    call = RuleCall(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
-    )  # fmt: skip
     checks.check_delta_rule(call, drop_in=True)
     dims = call.dims
+    q, k, v, g, beta = call[:5]
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (q, k, v, g, beta)))
-    g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
-    if allow_neg_eigval:
+    g, beta = log_decay_and_strength(g, beta, call.A_log, call.dt_bias, call.use_beta_sigmoid_in_kernel, dtype)
+    if call.allow_neg_eigval:
         beta = 2 * beta
     q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
-    if use_qk_l2norm_in_kernel:
+    if call.use_qk_l2norm_in_kernel:
         q_, k_ = l2_normalize(q_), l2_normalize(k_)
     k_ = k_.repeat_interleave(dims.HV // dims.H, dim=2)
     q_ = q_.repeat_interleave(dims.HO // dims.HQ, dim=2) * call.factor
@@ -82,31 +61,24 @@ def naive_gated_delta_rule(
 
     decay = g.exp()
 
-    # Rows, first state, first token and end of what runs together: the whole batch, or one packed sequence.
-    if cu_seqlens is None:
-        spans = [(slice(0, dims.B), 0, dims.T)]
-    else:
-        spans = [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))]
-
     outputs: list[torch.Tensor] = []  # per token [rows, HO, V]
     states: list[torch.Tensor] = []
-    for rows, start, end in spans:
+    for rows, start, end in spans(dims.B, dims.T, call.cu_seqlens):
         state = v_.new_zeros(rows.stop - rows.start, dims.HV, dims.K, dims.V)
-        if initial_state is not None:
-            state = initial_state[rows].to(dtype)
-            state = state.mT if state_v_first else state
+        if call.initial_state is not None:
+            state = call.initial_state[rows].to(dtype)
+            state = state.mT if call.state_v_first else state
         for t in range(start, end):
             fade = decay[:, t, :, None, None]
             value, decayed = v_[:, t], fade * state
-            if erase != "off":
-                read = state if erase == "undecayed" else decayed
+            if call.erase != "off":
+                read = state if call.erase == "undecayed" else decayed
                 value = value - (read * k_[:, t].unsqueeze(-1)).sum(-2)
             delta = beta[:, t, :, None] * value
             state = decayed + k_[:, t].unsqueeze(-1) * delta.unsqueeze(-2)
             heads = state.repeat_interleave(queries_per_state, dim=1) if queries_per_state > 1 else state
             outputs.append((heads * q_[:, t].unsqueeze(-1)).sum(-2))
-        states.append(state.mT if state_v_first else state)
-    last = spans[-1][2]
-    outputs += [v_.new_zeros(dims.B, dims.HO, dims.V)] * (dims.T - last)
+        states.append(state.mT if call.state_v_first else state)
+    outputs += [v_.new_zeros(dims.B, dims.HO, dims.V)] * (dims.T - len(outputs))
     o = torch.stack(outputs, dim=1).to(v.dtype)
-    return o, torch.cat(states) if output_final_state else None
+    return o, torch.cat(states) if call.output_final_state else None

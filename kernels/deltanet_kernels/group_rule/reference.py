@@ -6,32 +6,25 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.common.heads import l2_normalize
+from deltanet_kernels.dispatch import by_arguments
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall, check_group_rule
 
 
-def naive_group_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+@by_arguments(GroupRuleCall)
+def naive_group_gated_delta_rule(call: GroupRuleCall) -> tuple[Tensor, Tensor | None]:
     """Writes token by token (`naive_gated_delta_rule`), in the widest dtype among the inputs; slow, differentiable.
 
     Arguments, results and errors as `deltanet_kernels.chunk_group_gated_delta_rule`.
     """
-    call = GroupRuleCall(q, k, v, g, beta, scale, initial_state)
     check_group_rule(call)
     dims, factor = call.rule.dims, call.rule.factor
+    q, k, v, g, beta, _, state, final, normalize = call
     dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), beta.dtype)
-    read = (l2_normalize(q.to(dtype)) if use_qk_l2norm_in_kernel else q.to(dtype)) * factor
+    read = (l2_normalize(q.to(dtype)) if normalize else q.to(dtype)) * factor
     read = read.repeat_interleave(dims.HO // dims.HQ, dim=2)
-    state = v.new_zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype) if initial_state is None else initial_state
+    if state is None:
+        state = v.new_zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype)
     outputs = []
     for start in range(0, dims.T, GROUP):
         group = slice(start, start + GROUP)
@@ -39,8 +32,8 @@ def naive_group_gated_delta_rule(
         outputs.append(torch.einsum("bthk,bhkv->bthv", read[:, group], heads))
         _, last = naive_gated_delta_rule(
             q[:, group], k[:, group], v[:, group], g[:, group], beta[:, group], initial_state=state,
-            output_final_state=True, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            output_final_state=True, use_qk_l2norm_in_kernel=normalize,
         )  # fmt: skip
         assert last is not None
         state = last
-    return torch.cat(outputs, dim=1).to(v.dtype), state if output_final_state else None
+    return torch.cat(outputs, dim=1).to(v.dtype), state if final else None

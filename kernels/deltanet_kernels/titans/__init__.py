@@ -12,5 +12,5 @@ The inner loss is |M^T k - v|^2 / 2. The prediction reads the memory before its 
     -------------  ------------------------------------------------------------------------------------------------
     reference.py   the recurrence: the tests' ground truth, and decoding
     chunk.py       the chunk form, differentiable
-    state.py       the state and its checks
+    calls.py       the call, the state and the check
 """

@@ -18,31 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.chunk_layout import ChunkLayout
 from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
-from deltanet_kernels.titans.state import TitansState, check_titans
+from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.titans.calls import TitansCall, TitansState, check_titans
 
 CHUNK = 64
 
 
 @torch.compiler.disable  # unrolled, its steps would take minutes to compile
-def chunk_titans(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    log_mu: Tensor,
-    theta: Tensor,
-    scale: float | None = None,
-    initial_state: TitansState | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    padding: Tensor | None = None,
-) -> tuple[Tensor, TitansState | None]:
+@by_arguments(TitansCall)
+def chunk_titans(call: TitansCall) -> tuple[Tensor, TitansState | None]:
     """Titans' memory with a linear inner model (arXiv 2501.00663), differentiable; titans/__init__.py has the rule.
 
     Computed in float32 (float64 for float64 inputs).
@@ -67,17 +55,17 @@ def chunk_titans(
         ValueError: shapes, head counts, devices or offsets that do not fit, T = 0.
         TypeError: dtypes that do not fit.
     """
-    call = RuleCall(q, k, v, g, theta, scale, None, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
-    before = check_titans(call, log_mu, initial_state, padding)
-    d, dtype = call.dims, before.memory.dtype
-    layout = ChunkLayout.of(q, min(CHUNK, d.T), cu_seqlens)
+    before, rule = check_titans(call), call.rule
+    d, dtype = rule.dims, before.memory.dtype
+    q, k, v, g, log_mu, theta = call[:6]
+    layout = ChunkLayout.of(q, min(CHUNK, d.T), call.cu_seqlens)
     moves = torch.ones_like(g, dtype=dtype)
-    if padding is not None:
-        skip = padding.unsqueeze(-1)
+    if call.padding is not None:
+        skip = call.padding.unsqueeze(-1)
         moves = moves.masked_fill(skip, 0.0)
         g, log_mu, theta = (gate.masked_fill(skip, 0.0) for gate in (g, log_mu, theta))
     with no_autocast(q.device):
-        q_, k_, v_ = (layout.cut(x) for x in to_states(q, k, v, use_qk_l2norm_in_kernel, dtype))
+        q_, k_, v_ = (layout.cut(x) for x in to_states(q, k, v, call.use_qk_l2norm_in_kernel, dtype))
         g, log_mu, theta, moves = (layout.cut(x.to(dtype)) for x in (g, log_mu, theta, moves))  # [M, HV, C]
         A, p = g.cumsum(-1).exp(), log_mu.cumsum(-1).exp()
         Dg, Dm = segment_decay(g) * moves.unsqueeze(-2), segment_decay(log_mu)
@@ -106,8 +94,8 @@ def chunk_titans(
             [A.repeat(1, 1, repeats).unsqueeze(-1) * rows, f.repeat(1, 1, repeats).unsqueeze(-1) * rows], -1
         )
         o = read @ states + ((rows @ k_.mT) * c.repeat(1, 1, repeats, 1)) @ u
-        o = layout.join(unstack_queries(call.factor * o, layout.size)).to(v.dtype)
-    if not output_final_state:
+        o = layout.join(unstack_queries(rule.factor * o, layout.size)).to(v.dtype)
+    if not call.output_final_state:
         return o, None
     M, Z = layout.unsort(final).split(d.K, dim=-2)
     return o, TitansState(M.contiguous(), Z.contiguous())

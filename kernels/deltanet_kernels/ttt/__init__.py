@@ -22,5 +22,5 @@ what has been added to W_0, so that it begins at 0 and decays to W_0. Padding do
     linear.py      the chunk form of `linear`, differentiable
     norm.py        `norm` by mini-batches, differentiable
     grid.py        the tokens of a call in their places of the mini-batches
-    state.py       the state and the checks of the arguments
+    calls.py       the call, the state and the check
 """

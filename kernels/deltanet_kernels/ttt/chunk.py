@@ -8,28 +8,16 @@ from torch import Tensor
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import to_states
+from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.ttt.calls import InnerNorm, TTTCall, TTTState, check_ttt
 from deltanet_kernels.ttt.grid import Grid
 from deltanet_kernels.ttt.linear import linear_chunks
 from deltanet_kernels.ttt.norm import norm_batches
-from deltanet_kernels.ttt.state import InnerNorm, TTTState, check_ttt
 
 
 @torch.compiler.disable  # unrolled, its steps would take minutes to compile
-def chunk_ttt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    eta: Tensor,
-    mini_batch: int,
-    norm: InnerNorm | None = None,
-    scale: float | None = None,
-    initial_state: TTTState | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    padding: Tensor | None = None,
-) -> tuple[Tensor, TTTState | None]:
+@by_arguments(TTTCall)
+def chunk_ttt(call: TTTCall) -> tuple[Tensor, TTTState | None]:
     """Test-time training with a linear inner model (arXiv 2407.04620), differentiable; ttt/__init__.py has the rule.
 
     Computed in float32 (float64 for float64 inputs).
@@ -56,18 +44,18 @@ def chunk_ttt(
         ValueError: shapes, head counts, devices or offsets that do not fit, T = 0, a mini-batch below 1.
         TypeError: dtypes that do not fit.
     """
-    call = RuleCall(q, k, v, g, eta, scale, None, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
-    before = check_ttt(call, mini_batch, norm, initial_state, padding)
+    before = check_ttt(call)
+    q, k, v, g, eta, mini_batch, norm, scale, state = call[:9]
     dtype = before.weight.dtype
-    grid = Grid.of(q, mini_batch, None if initial_state is None else before.tokens, padding, cu_seqlens)
+    grid = Grid.of(q, mini_batch, None if state is None else before.tokens, call.padding, call.cu_seqlens)
     with no_autocast(q.device):
-        parts = (*to_states(q, k, v, use_qk_l2norm_in_kernel, dtype), g.to(dtype), eta.to(dtype))
+        parts = (*to_states(q, k, v, call.use_qk_l2norm_in_kernel, dtype), g.to(dtype), eta.to(dtype))
         q_, k_, v_, g_, eta_ = (grid.spread(x) for x in parts)
-        placed = RuleCall(q_, k_, v_, g_, eta_, scale, None, output_final_state, False, grid.cu_seqlens)
+        placed = RuleCall(q_, k_, v_, g_, eta_, scale, None, call.output_final_state, False, grid.cu_seqlens)
         if norm is None:
-            o, weight, pending = linear_chunks(placed, mini_batch, before, initial_state is not None, grid.ends)
+            o, weight, pending = linear_chunks(placed, mini_batch, before, state is not None, grid.ends)
         else:
             norm = InnerNorm(*(x.to(dtype) for x in norm))
             o, weight, pending = norm_batches(placed, mini_batch, norm, before, grid.ends)
-    final = TTTState(weight, pending, (grid.ends % mini_batch).int()) if output_final_state else None
+    final = TTTState(weight, pending, (grid.ends % mini_batch).int()) if call.output_final_state else None
     return grid.collect(o).to(v.dtype), final

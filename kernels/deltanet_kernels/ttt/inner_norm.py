@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_kernels.ttt.state import InnerNorm
+from deltanet_kernels.ttt.calls import InnerNorm
 
 EPS = 1e-6
 

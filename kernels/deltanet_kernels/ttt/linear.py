@@ -18,7 +18,7 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.chunk_layout import ChunkLayout
 from deltanet_kernels.common.heads import stack_queries, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
-from deltanet_kernels.ttt.state import TTTState
+from deltanet_kernels.ttt.calls import TTTState
 
 CHUNK = 64
 

@@ -16,8 +16,8 @@ from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.chunk_layout import ChunkLayout
 from deltanet_kernels.common.heads import stack_queries, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay
+from deltanet_kernels.ttt.calls import InnerNorm, TTTState
 from deltanet_kernels.ttt.inner_norm import loss_gradient, normalise, with_one
-from deltanet_kernels.ttt.state import InnerNorm, TTTState
 
 
 def norm_batches(

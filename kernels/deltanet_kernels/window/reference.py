@@ -2,20 +2,15 @@
 
 import torch
 
+from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.window.calls import WindowCall
 
-def naive_window_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: int,
-    sinks: int,
-    scale: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    softcap: float | None = None,
-    edge: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+@by_arguments(WindowCall)
+def naive_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` by its definition, differentiable; lse in the dtype of q."""
-    (_, T, HQ, D), HK = q.shape, k.shape[2]
+    q, k, v, window, sinks, _, cu_seqlens, softcap, edge = call
+    (_, T, HQ, _), HK = q.shape, k.shape[2]
     i = torch.arange(T, device=q.device)
     bounds = torch.tensor([0, T]) if cu_seqlens is None else cu_seqlens
     start, real = torch.zeros_like(i), torch.zeros_like(i, dtype=torch.bool)
@@ -26,7 +21,7 @@ def naive_window_attention(
     first = (start + position // edge * edge)[:, None]
     seen &= (first - j < window) | (position[None, :] < sinks)
     k, v = (x.repeat_interleave(HQ // HK, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (D**-0.5 if scale is None else scale)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * call.factor
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~(seen | torch.eye(T, dtype=torch.bool, device=q.device)), -torch.inf)

@@ -1,4 +1,4 @@
-"""The state of test-time training, and the checks of its operators' arguments."""
+"""The call of test-time training, its state, and the check of the arguments."""
 
 from __future__ import annotations
 
@@ -34,9 +34,30 @@ class TTTState(NamedTuple):
     tokens: Tensor  # number of tokens of the current mini-batch [N] int32, 0 to m - 1
 
 
-def check_ttt(
-    call: RuleCall, mini_batch: int, norm: InnerNorm | None, state: TTTState | None, padding: Tensor | None
-) -> TTTState:
+class TTTCall(NamedTuple):
+    """One call of test-time training; `chunk_ttt` documents the fields."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    eta: Tensor
+    mini_batch: int
+    norm: InnerNorm | None = None
+    scale: float | None = None
+    initial_state: TTTState | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    cu_seqlens: Tensor | None = None
+    padding: Tensor | None = None
+
+    @property
+    def rule(self) -> RuleCall:
+        """The arguments that the gated delta rule has too."""
+        return RuleCall(*self[:5], self.scale, cu_seqlens=self.cu_seqlens)
+
+
+def check_ttt(call: TTTCall) -> TTTState:
     """Check the arguments of an operator; returns the state before the first token.
 
     Raises:
@@ -44,11 +65,11 @@ def check_ttt(
             sequences with a state.
         TypeError: dtypes that do not fit.
     """
-    checks.check_delta_rule(call)
-    d = call.dims
-    if mini_batch < 1:
-        raise ValueError(f"mini_batch: got {mini_batch}, needs at least 1 token")
-    check_padding(padding, d.B, d.T)
+    checks.check_delta_rule(call.rule)
+    d, norm, state = call.rule.dims, call.norm, call.initial_state
+    if call.mini_batch < 1:
+        raise ValueError(f"mini_batch: got {call.mini_batch}, needs at least 1 token")
+    check_padding(call.padding, d.B, d.T)
     rows = d.K
     if norm is not None:
         rows += 1
