@@ -50,6 +50,10 @@ def use_cache_bits(model: Any, bits: int) -> None:
     if bits not in BITS:
         raise UserError(f"cache bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
     model = unwrapped(model)
+    if not hasattr(getattr(model, "model", None), "layers"):
+        raise UserError(
+            f"cache bits: {type(model).__name__} has no `model.layers` that could be quantised; leave it at 16"
+        )
     attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
     kinds = [kind_of(attention) for attention in attentions if attention is not None]  # linear layers of Qwen3.5
     before = cache_bits_of(model)

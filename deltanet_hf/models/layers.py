@@ -241,8 +241,8 @@ class LayerTable:
 
 def layer_kinds(model: PreTrainedModel) -> Iterator[tuple[int, LayerKind]]:
     """The layers of a model that are not its family's own attention, with the indices of their decoder layers."""
-    decoder: Any = model.model
-    for index, layer in enumerate(decoder.layers[: model.config.num_hidden_layers]):
+    layers: Any = getattr(getattr(model, "model", None), "layers", ())  # other families call theirs otherwise
+    for index, layer in enumerate(layers[: model.config.num_hidden_layers]):
         for part in kinds_among(layer.children()):
             yield index, part
 

@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
@@ -189,6 +189,21 @@ def test_a_cache_made_without_a_config_comes_back(name: str, tmp_path: Path) -> 
     found = model(IDS[:, 12:], past_key_values=session.cache, use_cache=True).logits
     wanted = model(IDS[:, 12:], past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(found, wanted)
+
+
+@torch.no_grad()
+def test_a_softmax_model_of_another_family(tmp_path: Path) -> None:
+    """Its sessions come back; its cache is not quantised."""
+    shape = {"vocab_size": 97, "n_embd": 16, "n_head": 2, "n_layer": 2}
+    model = GPT2LMHeadModel(GPT2Config(**shape)).eval()  # type: ignore[arg-type]
+    cache = DynamicCache(config=model.config)
+    model(IDS[:1, :9], past_key_values=cache)
+    save_session(tmp_path / "session", model, cache, IDS[:1, :9])
+    loaded = load_session(tmp_path / "session", model)
+    rest = IDS[:1, 9:12]
+    assert torch.equal(model(rest, past_key_values=loaded.cache).logits, model(rest, past_key_values=cache).logits)
+    with pytest.raises(UserError, match=r"^cache bits: GPT2LMHeadModel has no `model.layers`"):
+        set_cache_bits(model, 4)
 
 
 def test_a_pure_session_has_the_same_size_but_for_its_tokens(tmp_path: Path) -> None:

@@ -151,6 +151,21 @@ def test_more_candidates_than_can_be_taken_back_are_refused() -> None:
         model.generate(prompt, prompt_lookup_num_tokens=70, **{**GREEDY, "max_new_tokens": 90})
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet+window", "mixed_heads", "path", "window"])
+def test_a_copy_of_a_cache_takes_back_its_own_tokens(name: str) -> None:
+    model = made(name)
+    cache, mask = recording(model), torch.ones_like(IDS)
+    read(model, cache, mask, slice(0, 8), slice(8, 13))
+    copied = copy.deepcopy(cache)
+    copied.crop(-3)
+    wanted = read(model, DynamicCache(config=model.config), mask, slice(0, 20))
+    for held, seen in ((copied, 10), (cache, 13)):
+        assert held.get_seq_length() == seen
+        found = read(model, held, mask, slice(seen, 20))
+        torch.testing.assert_close(found, wanted[:, seen:], rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices"])
 def test_another_batch_has_no_past(change: str) -> None:
     model = made("mixed_heads")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_recipes.demo import demo_report, run
 from deltanet_recipes.demo import measure as demo
@@ -90,3 +91,9 @@ def test_the_report_has_what_was_measured(folder: Path, monkeypatch: pytest.Monk
     for name, kl in measure.divergences():
         assert re.search(rf"^\| {name} \|.* {kl.mean:.3f} ± {kl.score.stderr:.3f} \|$", report, re.MULTILINE)
     assert (folder / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "demo").write_text("")
+    with pytest.raises(UserError, match=r"demo/out/converted: cannot be made \(Not a directory\); choose another"):
+        run.run_demo(tmp_path / "demo")

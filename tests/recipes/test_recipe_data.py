@@ -214,6 +214,12 @@ def test_held_out_documents_are_never_trained_on() -> None:
     assert seen & kept == {EOS}
 
 
+@pytest.mark.parametrize(("documents", "remedy"), [(1, "split it, or set"), (2, "lower")])
+def test_too_few_documents_to_hold_some_out(documents: int, remedy: str) -> None:
+    with pytest.raises(UserError, match=f"{documents} documents, .* hold out 70 tokens, .*; {remedy} data.holdout"):
+        split_streams([corpus_of(*[[5] * 64] * documents)], 70, seed=0, shuffle=True)
+
+
 def test_running_out_of_tokens_is_refused_before_training() -> None:
     source = mixture(corpus_of([5] * 64, [5] * 64, label="small"), repeat=False)
     source.check(100)

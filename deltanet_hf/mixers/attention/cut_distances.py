@@ -70,8 +70,8 @@ def attend(
         seen: tokens before the call, padding included.
     """
     length, held = query.shape[2], key.shape[2]
-    places = torch.arange(held, device=key.device)
-    at = positions if length == held else places - (seen - positions[:, :1])
+    mask = None if attention_mask is None else visible(attention_mask)
+    at = _key_positions(positions, mask, held, seen)
     q, k = _rotated(module, query, positions), _rotated(module, key, at)
     if held <= module.limit:
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
@@ -80,17 +80,25 @@ def attend(
     far = _rotated(module, query, torch.full_like(positions, module.limit - 1))
     if attention_mask is None and length == held and dropout == 0:
         return _of_rows(q, far, k, key, value, module.limit, scale), None
-    mask = None if attention_mask is None else visible(attention_mask)
     outputs = []
     for start in range(0, length, QUERIES):
         part = slice(start, start + QUERIES)
-        distance = (seen + torch.arange(length, device=key.device)[part]).unsqueeze(1) - places
+        distance = (positions[:, part].unsqueeze(2) - at.unsqueeze(1)).unsqueeze(1)
         scores = torch.where(distance < module.limit, _products(q[:, :, part], k), _products(far[:, :, part], key))
         sees = distance >= 0 if mask is None else mask[:, :, part]
         weights = (scores * scale).masked_fill(~sees, torch.finfo(scores.dtype).min).softmax(-1).to(value.dtype)
         values = repeat_kv(value, query.shape[1] // value.shape[1])
         outputs.append(F.dropout(weights, dropout) @ values)
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _key_positions(positions: Tensor, mask: Tensor | None, held: int, seen: int | Tensor) -> Tensor:
+    """The positions [B or 1, N] of `held` keys; those of padding, which is not seen, may be any."""
+    if positions.shape[1] == held:
+        return positions
+    if mask is None:
+        return torch.arange(held, device=positions.device) - (seen - positions[:, :1])
+    return mask[:, 0].any(1).cumsum(-1) - 1
 
 
 def _rotated(module: Any, x: Tensor, positions: Tensor) -> Tensor:

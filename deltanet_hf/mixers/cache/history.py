@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +29,14 @@ class PastCall:
     Attributes:
         seen: tokens before it.
         state: a copy of the state before it; empty before the first token.
-        repeat: makes the call again for its first tokens, given their number.
+        repeat: makes the call again for its first tokens, given the layer of the cache (the one that was called, or a
+            copy of it) and their number.
         gradients, inference: the modes of the call, in which it is repeated too, wherever `crop` is called.
     """
 
     seen: int
     state: dict[str, Tensor]
-    repeat: Callable[[int], object]
+    repeat: Callable[[Any, int], object]
     gradients: bool = field(default_factory=torch.is_grad_enabled)
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
 

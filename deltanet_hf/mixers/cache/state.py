@@ -152,8 +152,8 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
         self.tokens_seen = 0
         self.written = None
 
-    def remember(self, tokens: int, repeat: Callable[[int], object]) -> None:
-        """Keep a copy of the state before a call of `tokens` tokens; `repeat` makes the call for its first tokens."""
+    def remember(self, tokens: int, repeat: Callable[[Any, int], object]) -> None:
+        """Keep a copy of the state before a call of `tokens` tokens; `repeat` is that of `PastCall`."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         self.history.add(PastCall(int(self.tokens_seen), state, repeat), tokens)
 
@@ -177,7 +177,7 @@ class MixerCacheLayer(CacheLayer, LinearAttentionCacheLayerMixin, CacheLayerMixi
             with torch.inference_mode(call.inference), torch.set_grad_enabled(call.gradients):
                 self.put(call.state, call.seen)
                 if kept > call.seen:
-                    call.repeat(kept - call.seen)
+                    call.repeat(self, kept - call.seen)
         self.history.clear()
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:

@@ -182,7 +182,7 @@ def recorded(
     assert cache is not None
     first = max(0, length - history.MOST_TAKEN_BACK)
 
-    def run(x: Tensor, start: int) -> Tensor:
+    def run(cache: MixerCacheLayer, x: Tensor, start: int) -> Tensor:
         part = slice(start, start + x.shape[1])
         angles = None if position_embeddings is None else tuple(angle[:, part] for angle in position_embeddings)
         mask = None if padding is None else ~padding[:, part]
@@ -193,10 +193,10 @@ def recorded(
             cache.record_past = recording
         return output if isinstance(output, Tensor) else output[0]
 
-    outputs = [run(hidden_states[:, :first], 0)] if first else []
+    outputs = [run(cache, hidden_states[:, :first], 0)] if first else []
     last = hidden_states[:, first:].clone() if first else hidden_states
-    cache.remember(length - first, lambda tokens: run(last[:, :tokens], first))
-    return torch.cat([*outputs, run(last, first)], dim=1)
+    cache.remember(length - first, lambda held, tokens: run(held, last[:, :tokens], first))
+    return torch.cat([*outputs, run(cache, last, first)], dim=1)
 
 
 def whole_angles(angles: Angles) -> tuple[PositionEmbeddings, Tensor | None]:

@@ -22,7 +22,6 @@ head.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import ClassVar
 
@@ -87,7 +86,7 @@ class RelaxedPath(AttentionKind):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, softmax: Softmax) -> Tensor:
         part: MixerCacheLayer | None = None if call.cache is None else self.place_cache(call.cache).parts["state"]
         if part is not None and part.record_past:
-            part.remember(q.shape[2], functools.partial(self._read_again, part, q, k, call))
+            part.remember(q.shape[2], lambda held, tokens: self._read_again(held, q, k, call, tokens))
         state = part.state["state"] if part is not None and part.is_initialized else None
         q, k, state = self._turned(q, k, call, state, part is not None)
         if call.cache is not None and part is not None and state is not None:

@@ -189,9 +189,10 @@ def split_streams(
         first_held = int(np.searchsorted(corpus.starts, corpus.starts[-1] - wanted, side="right")) - 1
         first_held = documents if holdout_tokens == 0 else min(first_held, documents - 1)
         if first_held < 1:
+            remedy = "lower data.holdout_tokens" if documents > 1 else "split it, or set data.holdout_tokens=0"
             raise UserError(
                 f"data: {corpus.label} has {documents} documents, {int(corpus.starts[-1]):,} tokens: too few to "
-                f"hold out {round(wanted):,} tokens; lower data.holdout_tokens"
+                f"hold out {round(wanted):,} tokens, and no document is divided; {remedy}"
             )
         training.append(Stream(corpus, 0, first_held, seed, shuffle))
         if first_held < documents:

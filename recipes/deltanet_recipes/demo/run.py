@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from deltanet_hf.publish import Workspace
+from deltanet_hf.publish import Workspace, check_target
 from deltanet_recipes.demo.demo_report import memory_table, write_report
 from deltanet_recipes.demo.fetch_teacher import fetch_teacher
 from deltanet_recipes.demo.measure import ASKED, FACT, LENGTH, QUESTION, DemoMeasure
@@ -24,8 +24,9 @@ console = Console()
 
 
 def run_demo(folder: Path) -> None:
-    """Run the steps, then write the report into the folder."""
+    """Run the steps, then write the report into the folder; UserError if it cannot be made."""
     converted = folder / "out" / "converted"
+    check_target(converted)
     clock = Clock()
 
     clock.begin("1. the teacher")
