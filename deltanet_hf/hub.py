@@ -57,7 +57,7 @@ def loadable_folder(name: str, revision: str | None = None) -> Path:
     """
     folder = model_folder(name, revision)
     if not (folder / "config.json").exists():
-        raise UserError(f"{name}/config.json: missing; give the folder that `deltanet-hf convert` wrote")
+        raise UserError(f"{name}/config.json: missing; give what `deltanet-hf convert` wrote, or the `final` of a run")
     check_links(folder)
     _weight_files(str(folder), folder)
     _check_kernels(folder / "config.json")
