@@ -8,7 +8,6 @@ import sys
 import torch
 
 CPU = torch.device("cpu")
-M_ARENA_MAX = -8  # of `mallopt`, in the GNU C library's malloc.h
 RUNTIME_BYTES = 500 * 2**20
 """Python, torch, transformers and what they import, resident (torch 2.13, transformers 5.23, Linux; measured)."""
 TOKENIZER_BYTES_PER_WORD = 1000
@@ -27,22 +26,7 @@ def give_back_freed_memory(device: torch.device = CPU) -> None:
     layers and micro-batches do, what is kept adds up: to half a gigabyte after a layer of 1B parameters' shape.
     With other C libraries, nothing happens.
     """
-    if device.type == "cpu":
-        _call("malloc_trim", 0)
-
-
-def share_heap() -> None:
-    """Lets threads that begin from now on allocate from the heap that is there, which then serves them all.
-
-    By default each thread has a heap of its own in the GNU C library, and keeps what it has freed.
-    """
-    _call("mallopt", M_ARENA_MAX, 1)
-
-
-def _call(name: str, *arguments: int) -> None:
-    """Calls a function of the C library, if it has that."""
-    if not sys.platform.startswith("linux"):
-        return
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:
-        function(*arguments)
+    if device.type == "cpu" and sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -1,6 +1,6 @@
 """Runs a conversion: embedding, one decoder layer after the other, output head, check, publication.
 
-Only one decoder layer of the teacher is in memory at a time, or those few that are fitted at once (`layer_fits.py`).
+Only one decoder layer of the teacher is in memory at a time.
 Every step ends with a line in the journal of the output folder (`deltanet_hf.publish`); a resumed run skips the steps
 that the journal lists.
 """
@@ -23,7 +23,6 @@ from .calibration_text import CalibrationText, calibration_text
 from .compare_to_teacher import compare_models
 from .conversion_record import finished_report, report, request
 from .job import Job
-from .layer_fits import fit_threads, fitted_layers
 from .layer_step import LayerStep, LayerWork
 from .layer_stream import LayerStream
 from .output_files import write_other_files
@@ -89,11 +88,12 @@ class _Run:
         options = self.job.options
         step = LayerStep(self.stream, self.job.plan.student, self.job.dtype, options.seed, self.job.device)
         missing = [index for index in range(self.count) if f"layer {index}" not in self.workspace.steps]
-        at_once = self.job.plan.layers_at_once
-        with fit_threads(step, at_once) as submit:
-            for work in fitted_layers(step, missing, activations.calibration, submit, at_once):
-                figures = self._finish(step, work, activations)
-                self.progress(work.index + 1, self.count, f"layer {work.index}", figures)
+        for index in missing:
+            work = step.begin(index, activations.calibration)
+            if work.changes:
+                step.fit(work)
+            figures = self._finish(step, work, activations)
+            self.progress(index + 1, self.count, f"layer {index}", figures)
         if HEAD not in self.workspace.steps:
             check = self._head(activations)
             self.writer.sync()

@@ -79,7 +79,6 @@ class Plan:
     nbytes: int  # of the shards
     shards: int
     sequence_length: int  # tokens per calibration sequence, at most
-    layers_at_once: int  # that are fitted at the same time
     peak_memory_bytes: int  # estimate
     disk_bytes: int  # including the working copies of activations
     cache_bytes: list[dict[str, int]]  # of one sequence, by context length: the teacher's and the converted model's
@@ -106,7 +105,6 @@ class Plan:
             "parameters": self.parameters,
             "bytes": self.nbytes,
             "shards": self.shards,
-            "layers_at_once": self.layers_at_once,
             "peak_memory_bytes": self.peak_memory_bytes,
             "disk_bytes": self.disk_bytes,
             "cache_bits": self.cache_bits,
@@ -122,13 +120,11 @@ def make_plan(
     shard_size: int,
     calibration_tokens: int,
     insert_norms: bool = False,
-    threads: int = 1,
 ) -> Plan:
     """Plans the conversion of `teacher` into the layers of `table`, stored in `dtype`.
 
     Args:
         insert_norms: give the kept layers q/k norms where the teacher has none (`norm_config.py`).
-        threads: CPU threads that fits of different layers may share; 1 on a GPU, where one layer is fitted at a time.
     """
     if table.key_order and not takes_key_order(teacher.head_dim):
         raise UserError(
@@ -153,7 +149,6 @@ def make_plan(
         for index, module in enumerate(modules)
     ]
     memory = conversion_memory(teacher, attentions, row, calibration_tokens)
-    at_once = memory.layers_at_once(threads)
     positions = int(config.max_position_embeddings)
     return Plan(
         layers=layers,
@@ -162,8 +157,7 @@ def make_plan(
         nbytes=layout.nbytes,
         shards=len(layout.shards),
         sequence_length=row,
-        layers_at_once=at_once,
-        peak_memory_bytes=memory.peak(at_once),
+        peak_memory_bytes=memory.peak,
         disk_bytes=layout.nbytes + 2 * memory.between + SMALL_FILES_BYTES,
         cache_bytes=[
             {

@@ -57,8 +57,7 @@ def convert_command(
             for note in check_exportable(job.teacher.name, job.teacher.config, job.table.softmax):
                 console.print(note, highlight=False, markup=False)
         print_plan(job.plan, console)
-        together = f", {job.plan.layers_at_once} at a time" if job.plan.layers_at_once > 1 else ""
-        console.print(f"Layers are run and fitted on {description(job.device)}, in float32{together}.", highlight=False)
+        console.print(f"Layers are run and fitted on {description(job.device)}, in float32.", highlight=False)
         if options.dry_run:
             if options.as_json:
                 print(json.dumps(job.plan.to_json(), indent=2))
@@ -67,7 +66,7 @@ def convert_command(
             console.print("Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text).")
         try:
             fitted = [layer.converted or layer.normed for layer in job.plan.layers]
-            with conversion_progress.shown_on(console, fitted, job.plan.layers_at_once, str(job.device)) as converted:
+            with conversion_progress.shown_on(console, fitted, str(job.device)) as converted:
                 report = convert(job, out, converted)
         except KeyboardInterrupt:
             console.print("Interrupted. The same command with --resume goes on after the last layer.", highlight=False)

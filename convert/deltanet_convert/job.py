@@ -70,8 +70,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
     insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
     dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms, threads)
+    plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
     selection = kept if isinstance(kept, Selection) and options.automatic else None
     return Job(opened, options, table, dtype, plan, device, selection)
 

@@ -29,7 +29,6 @@ from .start import start_rule
 from .start.key_order import measured_key_order, set_key_order
 from .start.norm_fit import NormFigures, compare_attention, insert_norms
 from .start.samples import LayerCalibration
-from .start.turns import own_turn
 
 
 @dataclass
@@ -41,8 +40,7 @@ class LayerWork:
     kwargs: dict[str, Any]  # its arguments, on its device
     new: Any  # the attention that takes the place of the teacher's; the teacher's own where it stays
     converted: bool  # whether softmax attention is replaced; otherwise it gets q/k norms at most
-    calibration: Tensor  # [n, T, hidden]: the teacher's activations behind this layer on the calibration text
-    inputs: Tensor | None  # [n, T, hidden]: inputs of the attention on that text, until the fit is done
+    inputs: Tensor | None  # [n, T, hidden]: inputs of the attention on the calibration text, until the fit is done
     key_order: Tensor | None  # [HK, 2, D], where the model has one (`start/key_order.py`)
     figures: dict[str, Any] = field(default_factory=dict)  # of the fit
 
@@ -54,9 +52,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Converts the decoder layers of a stream: `begin` in ascending order, then `fit`, then `finish` in that order.
-
-    `fit` uses nothing of other layers, so that several layers can be fitted at once, each in its own thread.
+    """Converts the decoder layers of a stream in ascending order, each by `begin`, `fit` and `finish`.
 
     Args:
         stream: the teacher.
@@ -90,9 +86,9 @@ class LayerStep:
         order = measured_key_order(layer.self_attn, inputs, kwargs) if ordered else None
         kept = inputs if changes else None
         new = new if changes else layer.self_attn
-        return LayerWork(index, layer, kwargs, new, converted, calibration, kept, order)
+        return LayerWork(index, layer, kwargs, new, converted, kept, order)
 
-    def fit(self, work: LayerWork) -> LayerWork:
+    def fit(self, work: LayerWork) -> None:
         """Gives the new attention its start values."""
         new, inputs = work.new, work.inputs
         assert inputs is not None
@@ -105,7 +101,6 @@ class LayerStep:
             work.figures = dataclasses.asdict(insert_norms(work.layer.self_attn, normed, inputs, work.kwargs))
         work.inputs = None
         give_back_freed_memory()
-        return work
 
     def finish(self, work: LayerWork, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
         """Checks the layer and advances `activations` by it; returns the layer to be stored, and its figures.
@@ -114,7 +109,6 @@ class LayerStep:
         that keep softmax attention have figures only if q/k norms are inserted.
         """
         layer, new, kwargs, changes = work.layer, work.new, work.kwargs, work.changes
-        activations.calibration = work.calibration
         inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=changes)
         figures = self._check(work, inputs) if changes else {}
         layer.self_attn = new
@@ -142,7 +136,9 @@ class LayerStep:
         """Runs the start rule of the new attention on the inputs [n, T, hidden]; returns its figures."""
         index, new = work.index, work.new
         calibration = LayerCalibration(inputs, work.kwargs)
-        with own_turn(self.seed * 1_000_003 + index, self.device):
+        on_gpu = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=on_gpu), self.device:
+            torch.manual_seed(self.seed * 1_000_003 + index)
             figures = start_rule(new.name)(work.layer.self_attn, new, calibration)
         for name, parameter in new.named_parameters():
             if not bool(torch.isfinite(parameter).all()):

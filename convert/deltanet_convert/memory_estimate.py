@@ -1,6 +1,6 @@
 """Estimates the resident memory of a conversion, within a quarter of the measured peaks (docs/research/conversion.md).
 
-The peak is that of the layers that are fitted at the same time, or of the output head. Weights, hidden states and
+The peak is that of the layer that takes the most, or of the output head. Weights, hidden states and
 logits are counted from shapes, in bytes. What a fit takes beside them is the samples that it keeps, times a measured
 factor.
 """
@@ -21,9 +21,6 @@ from .expert_stream import expert_parameters
 from .start.samples import KEPT_BYTES
 from .teacher_model import Teacher
 
-AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
-AT_ONCE_BYTES = 10**9  # memory for those beyond the first, at most
-AT_ONCE_NUMBERS = 2**18  # in the queries of a sequence; with fewer, threads would wait for each other's Python code
 FLOAT = 4  # bytes of a float32 number, in which layers run
 SAMPLE_VALUES = 6  # numbers per token and channel: q, k, v, and the outputs of the heads, the window and the layer
 FIT_FACTOR = 2.2  # memory of a fit, divided by that of the samples that it keeps; measured
@@ -40,22 +37,17 @@ class ConversionMemory:
         between: the hidden states between two layers, in memory and in the file of a resumable run.
         layer: the layer that takes the most, with its own hidden states.
         head: the output head.
-        queries: numbers in the queries of one sequence.
     """
 
     process: int
     between: int
     layer: int
     head: int
-    queries: int
 
-    def layers_at_once(self, threads: int) -> int:
-        """The number of layers that are fitted at the same time by so many CPU threads."""
-        return 1 if self.queries < AT_ONCE_NUMBERS else min(threads, AT_ONCE, 1 + AT_ONCE_BYTES // self.layer)
-
-    def peak(self, at_once: int) -> int:
-        """The whole process, with `at_once` layers that are fitted at the same time."""
-        return self.process + self.between + max(at_once * self.layer, self.head)
+    @property
+    def peak(self) -> int:
+        """The whole process."""
+        return self.process + self.between + max(self.layer, self.head)
 
 
 def conversion_memory(
@@ -83,7 +75,6 @@ def conversion_memory(
         between=(calibration_tokens + 2 * held_out) * int(config.hidden_size) * FLOAT,
         layer=fit + max(_weights(layer, new, teacher.dtype.itemsize) for layer, new in pairs),
         head=embedding + max(embedding, logits),  # while it is read, the pages of its file are mapped beside the copy
-        queries=row * width,
     )
 
 

@@ -96,7 +96,7 @@ def test_where_all_layers_stay_there_is_nothing_to_train() -> None:
 def test_a_terminal_shows_a_bar() -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=80)
-    with conversion_progress.shown_on(console, [True, True], 1, "cuda:1") as show:
+    with conversion_progress.shown_on(console, [True, True], "cuda:1") as show:
         show(1, 2, "layer 0", {"relative_mse": 0.25})
         show(2, 2, "layer 1", {})
     assert "layer 1 on cuda:1" in shown.getvalue()
@@ -107,10 +107,10 @@ def test_the_time_that_is_left_is_that_of_the_layers_to_be_fitted(monkeypatch: p
     now = [100.0]
     monkeypatch.setattr(conversion_progress.time, "monotonic", lambda: now[0])
 
-    def lines(at_once: int, first: int) -> list[str]:
+    def lines(first: int) -> list[str]:
         shown, fitted = io.StringIO(), [index != 2 for index in range(6)]  # layer 2 stays as it is
         now[0] = 100.0
-        with conversion_progress.shown_on(Console(file=shown, width=200), fitted, at_once, "cpu") as show:
+        with conversion_progress.shown_on(Console(file=shown, width=200), fitted, "cpu") as show:
             if first:
                 show(first, 6, "resumed", {})
             for index in range(first, 6):
@@ -119,9 +119,8 @@ def test_the_time_that_is_left_is_that_of_the_layers_to_be_fitted(monkeypatch: p
             show(6, 6, "perplexity", {})
         return [line.partition("about ")[2].strip() for line in shown.getvalue().splitlines()]
 
-    assert lines(1, 0) == ["0:00:40 left", "0:00:30 left", "0:00:30 left", "0:00:20 left", "0:00:10 left", "", ""]
-    assert lines(2, 0)[:2] == ["0:00:20 left", "0:00:40 left"]
-    assert lines(1, 2) == ["", "", "0:00:20 left", "0:00:10 left", "", ""]  # nothing is known of the run before
+    assert lines(0) == ["0:00:40 left", "0:00:30 left", "0:00:30 left", "0:00:20 left", "0:00:10 left", "", ""]
+    assert lines(2) == ["", "", "0:00:20 left", "0:00:10 left", "", ""]  # nothing is known of the run before
 
 
 def test_default_text_is_announced(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltanet_convert.start import START
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.publish import Workspace
 from support.tiny_conversion import digest, quick_start, teacher_folder, tiny_conversion
 from support.tiny_selection import selection_file
@@ -65,6 +66,25 @@ def test_resume_skips_finished_layers_and_gives_the_same_bytes(
     assert fitted == [1]
     assert tiny_conversion(teacher, tmp_path / "direct") == report
     assert digest(tmp_path / "direct") == digest(interrupted)
+
+
+def test_a_start_that_is_not_finite_names_its_layer_and_keeps_those_before_it(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(attention: Any, layer: Any, calibration: Any) -> Any:
+        figures = quick_start(attention, layer, calibration)
+        if layer.layer_idx == 1:
+            with torch.no_grad():
+                layer.a_proj.weight.fill_(torch.nan)
+        return figures
+
+    with monkeypatch.context() as patch:
+        patch.setitem(START, "gated_deltanet", broken)
+        with pytest.raises(QualityError, match=r"^layer 1: the start values of a_proj.weight are not finite"):
+            tiny_conversion(teacher, tmp_path / "out")
+    tiny_conversion(teacher, tmp_path / "out", resume=True)
+    tiny_conversion(teacher, tmp_path / "direct")
+    assert digest(tmp_path / "direct") == digest(tmp_path / "out")
 
 
 def test_overwrite_discards_an_interrupted_conversion(teacher: Path, interrupted: Path) -> None:

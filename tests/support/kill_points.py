@@ -29,7 +29,6 @@ from rich.console import Console
 from deltanet_convert import output_files
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
-from deltanet_convert.memory_estimate import ConversionMemory
 from deltanet_convert.select import objectives, probes
 from deltanet_convert.select import run as run_module
 from deltanet_convert.select.probe_text import FORMATS
@@ -61,7 +60,6 @@ class Work:
 
 def conversion(folder: Path) -> Work:
     START["gated_deltanet"] = quick_start
-    ConversionMemory.layers_at_once = lambda memory, threads: 2
     output_files.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
     teacher = teacher_folder(folder / "teacher", "qwen2", num_hidden_layers=2)
     out = folder / "out"

@@ -29,7 +29,6 @@ from .copy_weights import copy_attention
 from .gate_fit import GateFit, descend, relative_mse, search_memory
 from .key_offset import choose_key_offset
 from .samples import LayerCalibration, Samples
-from .turns import others_may_run
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,13 @@ def start_fitted(attention: Any, layer: DeltaRule, calibration: LayerCalibration
     """
     copy_attention(attention, layer)
     layer.before_fit()
-    with others_may_run():
-        samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
-        layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
+    samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
+    layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
     fit = GateFit(layer, samples)
-    with others_may_run():
-        shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
-        search_memory(fit, samples.search_part())
-        found = relative_mse(fit, samples)
-        descend(fit, samples)
+    shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
+    search_memory(fit, samples.search_part())
+    found = relative_mse(fit, samples)
+    descend(fit, samples)
     if fit.share is not None and fit.share.branch[0].delayed:  # elsewhere it was not measured
         fit.share.slow()
     fit.fold()

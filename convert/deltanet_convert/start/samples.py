@@ -15,7 +15,6 @@ from deltanet_hf.mixers.layer import DeltaRule
 from deltanet_hf.process_memory import give_back_freed_memory
 
 from .share_fit import missed_scores
-from .turns import stop_if_ended
 
 SEARCH_TOKENS = 1024  # number of tokens that `Samples.search_part` returns
 KEPT_BYTES = 256 * 2**20  # memory for samples; those of further sequences are computed each time they are read
@@ -68,7 +67,6 @@ class Samples:
         return len(self.x)
 
     def __getitem__(self, index: int) -> Sample:
-        stop_if_ended()
         return self.kept[index] if index < len(self.kept) else self._sample(index)
 
     def search_part(self) -> Sample:
@@ -94,7 +92,6 @@ class Samples:
 
     @torch.no_grad()
     def _sample(self, index: int) -> Sample:
-        stop_if_ended()
         x = self.x[index : index + 1]
         heads: list[Tensor] = []
         handle = self.attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def shown_on(console: Console, fitted: Sequence[bool], at_once: int, device: str) -> Iterator[Show]:
+def shown_on(console: Console, fitted: Sequence[bool], device: str) -> Iterator[Show]:
     """Shows the steps of a conversion with the time that is left: a bar on a terminal, else a line per step.
 
     Args:
         fitted: for each decoder layer, whether it is fitted; the others take next to no time.
-        at_once: number of layers that are fitted at the same time.
         device: the device's name, which is shown with each layer.
 
     Yields:
@@ -38,7 +37,7 @@ def shown_on(console: Console, fitted: Sequence[bool], at_once: int, device: str
         before, after = sum(ahead[:done]), sum(ahead[done:])
         if not before or not after:
             return ""
-        seconds = (time.monotonic() - started) / math.ceil(before / at_once) * math.ceil(after / at_once)
+        seconds = (time.monotonic() - started) / before * after
         return f", about {timedelta(seconds=math.ceil(seconds))} left"
 
     if not console.is_terminal:
