@@ -16,6 +16,7 @@ from deltanet_hf.loading import chosen_device
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import Workspace, check_target
 
+from .calibration_text import read_text
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
 from .keep_option import check_keep, chosen_layers, table_of
@@ -55,6 +56,8 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     """
     check_target(out)
     check_keep(options)
+    if options.text is not None:
+        read_text(options.text, 1)  # refused before anything is measured
     device = chosen_device(options.device)
     source = resolve_source(teacher, _teacher_copy(out), options.torch_dtype, options.revision)
     _check_apart(source.folder, out)

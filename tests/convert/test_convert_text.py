@@ -10,6 +10,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from deltanet_convert.calibration_text import CHARS_PER_TOKEN, CalibrationText, read_text, sequence_length, tokenise
+from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import tiny_tokenizer
@@ -26,6 +27,11 @@ def test_a_corpus_is_not_read_to_its_end(tmp_path: Path) -> None:
 def test_a_refusal_names_option_and_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^--text {tmp_path}/missing.txt: no such file"):
         read_text(tmp_path / "missing.txt", 100)
+
+
+def test_a_missing_text_is_refused_before_the_teacher_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^--text {tmp_path}/missing.txt: no such file"):
+        prepare(str(tmp_path / "no-teacher"), tmp_path / "out", ConvertOptions(text=tmp_path / "missing.txt"))
 
 
 def numbered(count: int) -> list[str]:
