@@ -1,8 +1,7 @@
 """Runs a conversion: embedding, one decoder layer after the other, output head, check, publication.
 
-Only one decoder layer of the teacher is in memory at a time.
-Every step ends with a line in the journal of the output folder (`deltanet_hf.publish`); a resumed run skips the steps
-that the journal lists.
+Only one decoder layer of the teacher is in memory at a time. Every step ends with a line in the journal of the output
+folder (`deltanet_hf.publish`); a resumed run skips the steps that the journal lists.
 """
 
 import dataclasses

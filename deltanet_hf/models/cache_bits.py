@@ -17,7 +17,7 @@ from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.still_key_bias import drop_still_key_bias
 from deltanet_hf.mixers.cache.quantised_cache_spec import check_packable
 from deltanet_hf.models.stateful import make_stateful
-from deltanet_hf.models.unwrapped import unwrapped
+from deltanet_hf.models.unwrapped import decoder_layers, unwrapped
 from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 KEY_ORDER = "key_order"  # name of the buffers
@@ -50,11 +50,11 @@ def use_cache_bits(model: Any, bits: int) -> None:
     if bits not in BITS:
         raise UserError(f"cache bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
     model = unwrapped(model)
-    if not hasattr(getattr(model, "model", None), "layers"):
+    if not (layers := decoder_layers(model)):
         raise UserError(
             f"cache bits: {type(model).__name__} has no `model.layers` that could be quantised; leave it at 16"
         )
-    attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
+    attentions = (getattr(layer, "self_attn", None) for layer in layers)
     kinds = [kind_of(attention) for attention in attentions if attention is not None]  # linear layers of Qwen3.5
     before = cache_bits_of(model)
     try:

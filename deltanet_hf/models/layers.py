@@ -26,6 +26,7 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.cache_bits import BITS
 from deltanet_hf.models.far_positions import FarPositions
+from deltanet_hf.models.unwrapped import decoder_layers
 
 SOFTMAX = "softmax"
 INSERTED_QK_NORMS = "inserted_qk_norms"  # key of config.json: softmax layers whose q/k norms are not the teacher's
@@ -241,8 +242,7 @@ class LayerTable:
 
 def layer_kinds(model: PreTrainedModel) -> Iterator[tuple[int, LayerKind]]:
     """The layers of a model that are not its family's own attention, with the indices of their decoder layers."""
-    layers: Any = getattr(getattr(model, "model", None), "layers", ())  # other families call theirs otherwise
-    for index, layer in enumerate(layers[: model.config.num_hidden_layers]):
+    for index, layer in enumerate(decoder_layers(model)[: model.config.num_hidden_layers]):
         for part in kinds_among(layer.children()):
             yield index, part
 

@@ -1,4 +1,4 @@
-"""What a key's bias adds in channels that hardly turn: left out where keys have few bits, and nowhere else."""
+"""Biases of keys in channels that hardly turn are left out where keys have few bits, and nowhere else."""
 
 from __future__ import annotations
 

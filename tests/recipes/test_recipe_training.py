@@ -56,7 +56,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 NEW = (".a_proj", ".b_proj", ".g_proj", ".conv1d", ".decay", ".self_attn.norm", ".k_offset")
-"""What the teacher does not have."""
+"""Parameters that the teacher does not have."""
 ADAPTED = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")
 
 

@@ -52,7 +52,7 @@ FACTS = (*NEEDLES, *PROSE)
 def state_settings(
     arrays: Path, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None
 ) -> Settings:
-    """What is measured beside a teacher.
+    """The texts and probes on which models are measured beside a teacher.
 
     Args:
         arrays: folder with heldwiki.npy and novels.npy (token ids).
