@@ -8,10 +8,9 @@
                      following a layer takes
     families.py      a row for each family: its norms, and which of its parts are plain
     mixer.py         the steps of a mixer (mixers/layer/mixer.py) that it computes in another way
-    delayed.py       those of a state of what has left its window, in 8 or 4 bits
     window.py        prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
     softmax.py       softmax and window layers, with one product for q, k and v
-    packed.py        their prefill and decoding step, alone or mixed, with a cache in 8 or 4 bits
+    packed.py        layers with a cache in 8 or 4 bits: softmax, windows, states of what has left them, and mixed heads
     parts.py         linear layers with one input, norms with residual sums, feed-forward blocks
 
 Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` records its step.

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.fast.families import LAYER, family_of
 from deltanet_hf.fast.mixer import FastDeltaRule, FastMixer
-from deltanet_hf.fast.packed import FastPacked, is_packed
+from deltanet_hf.fast.packed import FastDelayedRule, FastPacked, is_packed
 from deltanet_hf.fast.parts import FastMLP, FastNorm, Sum, is_known_block, with_children
 from deltanet_hf.fast.softmax import QKV, FastSoftmax
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
@@ -95,7 +94,7 @@ def _first(output: Any) -> Tensor:
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
     """The stand-in of a layer's attention; its weights may be moved where `may_move`, see `MergedProjection`."""
-    if not isinstance(attention, Mixer) and is_packed(attention):
+    if is_packed(attention):
         return FastPacked(attention, may_move)
     branches = {name: _fast_branch(branch, may_move) for name, branch in branches_of(attention).items()}
     return branches[""] if "" in branches else with_children(attention, **branches)

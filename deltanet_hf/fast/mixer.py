@@ -7,7 +7,7 @@ rule, one kernel computes everything between the projections and the window, ano
 the window at the same time, and one mixes. A step of another rule is computed as a prompt of one token.
 
 The inputs of padded prompts, of several sequences in a row and of convolutions of the keys alone are computed as in
-`Mixer`; so are, with a window in 8 or 4 bits, padded steps, in 3 or 2 bits every step, and what `delayed.py` does not
+`Mixer`; so are, with a window in 8 or 4 bits, padded steps, in 3 or 2 bits every step, and what `packed.py` does not
 compute of a state of what has left a window.
 """
 

@@ -1,44 +1,59 @@
-"""Softmax attention over packed keys and values by few launches, for known families: decoding steps and prompts.
+"""The layer of a model whose keys and values are in 8 or 4 bits, by few launches: prompts and decoding steps.
 
-It stands for a whole layer, for a window, and for mixed heads: one product projects the input for all heads, and three
-or four kernels follow for each kind of heads, both kinds at the same time. In a step, one rotates queries and keys and
-puts the token into the cache, and two attend; of a prompt without padding, one rotates, one rounds to 8 bits, one packs
-and one attends.
-mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them. Mixed heads
-may have states of what has left their windows, by `delayed.py`.
+A layer is one kind of heads or two: softmax attention to all tokens, softmax attention in a window, and a window with a
+state of what has left it. `FastPacked` is the layer: one product projects the input for all heads, and three or four
+kernels follow for each kind of heads, both kinds at the same time. In a step, one rotates queries and keys and puts the
+token into the cache, and two attend; of a prompt without padding, one rotates, one rounds to 8 bits, one packs and one
+attends. A state adds no kernel to a step, and to a prompt those of the gates, the recurrence and the mixture.
+
+mixers/attention/packed_softmax.py, mixers/window.py and mixers/layer/delayed_state.py say what is computed, and compute
+all other calls.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from deltanet_hf.fast.delayed import FastDelayedRule
 from deltanet_hf.fast.families import family_of
+from deltanet_hf.fast.mixer import FastDeltaRule
 from deltanet_hf.fast.parts import MergedProjection, fast_norms, with_children
 from deltanet_hf.fast.softmax import QKV
+from deltanet_hf.fast.window import WindowOutput, mixture
 from deltanet_hf.mixers.attention.far_positions import FarSoftmax
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.attention.paired_class import behind
 from deltanet_hf.mixers.cache.argument import given_cache
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, packed_prompt
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
-from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, whole_angles, window_angles
+from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule
+from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, whole_angles, window_angles
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.window import WindowAttention
-from deltanet_kernels import prompt_inputs
+from deltanet_kernels import (
+    PackedKeyValues,
+    chunk_group_gated_delta_rule,
+    group_gated_delta_step_,
+    group_gates,
+    prompt_inputs,
+)
 from deltanet_kernels.common.device import two_streams
+from deltanet_kernels.group_rule.calls import GroupGatesCall, GroupRuleCall, GroupStepCall
+from deltanet_kernels.packed_cache.calls import PackedStepCall
+from deltanet_kernels.packed_cache.layout import PACKED_BITS
 from deltanet_kernels.prompt.calls import PromptInputsCall
 
 
 def is_packed(attention: Any) -> bool:
-    """Whether `FastPacked` computes it: softmax or windows of known families, and mixed heads of these and of states
-    that `FastDelayedRule` serves, all with a cache in 8 or 4 bits."""
+    """Whether `FastPacked` computes it: softmax or windows of known families, states that `FastDelayedRule` serves, and
+    mixed heads of these, all with a cache in 8 or 4 bits."""
     return all(map(_is_known, branches_of(attention).values()))
 
 
@@ -56,18 +71,23 @@ class FastPacked:
     """Stands for the attention in calls without gradients, with the signature of its forward.
 
     Args:
-        plain: the attention, which computes all other calls.
+        attention: of a kind that `is_packed`.
         may_move: whether its weights may be moved, see `MergedProjection`.
     """
 
     takes_prompt_length = True
 
-    def __init__(self, plain: Any, may_move: bool) -> None:
-        self._plain, branches = plain, branches_of(plain).values()
-        self._heads = [_heads(one) for one in branches]
-        self._output_layers = [one.o_proj for one in branches]
-        linears = [linear for heads in self._heads for linear in heads.readers if linear is not None]
+    def __init__(self, attention: Any, may_move: bool) -> None:
+        branches = branches_of(attention).values()
+        self._readers = [_readers(one) for one in branches]
+        linears = [linear for readers in self._readers for linear in readers if linear is not None]
         self._project = MergedProjection(linears, may_move)
+        self._heads = [
+            FastDelayedRule.of(one, may_move=False) if isinstance(one, Mixer) else FastSoftmaxHeads(one)
+            for one in branches
+        ]
+        self._output_layers = [one.o_proj for one in branches]
+        self._module: Any = self._heads[0] if isinstance(attention, Mixer) else attention  # for all other calls
 
     def __call__(
         self,
@@ -89,7 +109,7 @@ class FastPacked:
             masked = padding_in(attention_mask, padding, length, seen)
             if masked is None and boundaries_in(cu_seq_lens_q, length, parts[0]) is None:
                 return self._output(hidden_states, position_embeddings, parts, prompt_length), None
-        return self._plain(  # type: ignore[no-any-return]
+        return self._module(  # type: ignore[no-any-return]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
@@ -103,7 +123,7 @@ class FastPacked:
         """The layer's part of a cache, or None without one, for each branch; empty if the cache is of another kind."""
         if cache is None:
             return [None] * len(self._heads)
-        own = self._plain.place_cache(cache)
+        own = self._module.place_cache(cache)
         parts = list(getattr(own, "parts", {"": own}).values())
         fit = all(part.unmovable is None and (not part.state or "key_codes" in part.state) for part in parts)
         return parts if fit else []
@@ -121,9 +141,9 @@ class FastPacked:
         """
         outputs = iter(self._project(x))
         calls = []
-        for heads, part in zip(self._heads, parts, strict=True):
-            own = [None if linear is None else next(outputs) for linear in heads.readers]
-            calls.append(functools.partial(heads.attend, x, own, part, angles, prompt_length))
+        for heads, readers, part in zip(self._heads, self._readers, parts, strict=True):
+            own = [None if linear is None else next(outputs) for linear in readers]
+            calls.append(functools.partial(heads.attended, x, own, part, angles, prompt_length))
         attended = []
         for part, (output, state) in zip(parts, two_streams(calls, x.device), strict=True):
             attended.append(output.flatten(2))
@@ -136,21 +156,9 @@ class FastPacked:
         return total
 
 
-class _Heads(NamedTuple):
-    """One kind of heads."""
-
-    readers: Sequence[nn.Module | None]
-    """The linear layers that read the input; None for one that a mixer lacks."""
-    attend: Callable[..., tuple[Tensor, State]]
-    """The attention [B, T, heads, D], and the new state, of the input, the outputs of `readers`, cache, angles and
-    prompt length."""
-
-
-def _heads(branch: Any) -> _Heads:
-    if isinstance(branch, Mixer):
-        return _Heads(branch.readers, functools.partial(_state_attention, FastDelayedRule.of(branch, may_move=False)))
-    readers = [getattr(branch, name) for name in QKV]
-    return _Heads(readers, functools.partial(_softmax_attention, with_children(branch, **fast_norms(branch))))
+def _readers(branch: Any) -> Sequence[nn.Module | None]:
+    """The linear layers that read the input of one kind of heads; None for one that a mixer lacks."""
+    return branch.readers if isinstance(branch, Mixer) else [getattr(branch, name) for name in QKV]
 
 
 def _is_simple(part: MixerCacheLayer, length: int) -> bool:
@@ -158,46 +166,146 @@ def _is_simple(part: MixerCacheLayer, length: int) -> bool:
     return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
 
 
-def _state_attention(
-    branch: FastDelayedRule,
-    x: Tensor,
-    outputs: Sequence[Tensor | None],
-    cache: MixerCacheLayer | None,
-    angles: Angles,
-    prompt_length: Tensor | None,
-) -> tuple[Tensor, State]:
-    """Window and state of one kind of heads."""
-    call = LayerCall(cache, None, None, None, prompt_length)
-    return branch.attend(branch.projected(x, outputs), angles, call)
+class FastSoftmaxHeads:
+    """Softmax attention of one kind of heads, to all tokens or in a window."""
 
+    def __init__(self, attention: nn.Module) -> None:
+        self._attention: Any = with_children(attention, **fast_norms(attention))
 
-def _softmax_attention(
-    branch: Any,
-    x: Tensor,
-    outputs: Sequence[Tensor],
-    cache: MixerCacheLayer | None,
-    angles: Angles,
-    prompt_length: Tensor | None,
-) -> tuple[Tensor, State]:
-    """Softmax attention of one kind of heads, from the projections of x for q, k and v."""
-    q, k, v = (y.unflatten(-1, (-1, branch.head_dim)) for y in outputs)
-    norms = (getattr(branch, name, None) for name in ("q_norm", "k_norm"))
-    q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
-    scale = turn = None
-    if isinstance(branch, WindowAttention):
-        angles, turn = window_angles(angles, branch.sink_bound, cache, q.shape[1])
-    else:
-        angles, scale = whole_angles(angles)
-    if scale is not None:
-        q = (q * scale[:, :, None, None]).to(q.dtype)
-    if cache is not None and cache.state:
-        seen = int(cache.get_seq_length())
-        held = QuantisedKVCache(branch.cache_spec, cache.state, None, seen, in_place=True, turn=turn)
-        output, _ = held.step(q, k, v, branch.scaling, None, *angles)
+    def attended(
+        self,
+        x: Tensor,
+        outputs: Sequence[Any],
+        cache: MixerCacheLayer | None,
+        angles: Angles,
+        prompt_length: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """The attention [B, T, heads, D] of a prompt or a step, before `o_proj`, and the new state.
+
+        Args:
+            x: the layer's input [B, T, hidden].
+            outputs: of the linear layers that read it, for q, k and v [B, T, heads*D].
+            cache: the heads' part of the cache, which a step changes in place; None for none.
+            prompt_length: as in `FastDecoder`.
+        """
+        attention = self._attention
+        q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in outputs)
+        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
+        scale = turn = None
+        if isinstance(attention, WindowAttention):
+            angles, turn = window_angles(angles, attention.sink_bound, cache, q.shape[1])
+        else:
+            angles, scale = whole_angles(angles)
+        if scale is not None:
+            q = (q * scale[:, :, None, None]).to(q.dtype)
+        if cache is not None and cache.state:
+            seen = int(cache.get_seq_length())
+            held = QuantisedKVCache(attention.cache_spec, cache.state, None, seen, in_place=True, turn=turn)
+            output, _ = held.step(q, k, v, attention.scaling, None, *angles)
+            return output, held.state
+        cos, sin = angles
+        q, k, v = (part.flatten(-2) for part in (q, k, v))
+        rotated = prompt_inputs.unchecked(PromptInputsCall(q, k, v, attention.head_dim, cos=cos, sin=sin))
+        kept = cache is not None
+        held = QuantisedKVCache(attention.cache_spec, {}, None, keep_state=kept, prompt_length=prompt_length, turn=turn)
+        output, _ = held.attend(rotated.q, rotated.k, rotated.v, attention.scaling, None)
         return output, held.state
-    call = PromptInputsCall(q.flatten(-2), k.flatten(-2), v.flatten(-2), branch.head_dim, cos=angles[0], sin=angles[1])
-    rotated = prompt_inputs.unchecked(call)
-    kept = cache is not None
-    held = QuantisedKVCache(branch.cache_spec, {}, None, keep_state=kept, prompt_length=prompt_length, turn=turn)
-    output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
-    return output, held.state
+
+
+class FastDelayedRule(FastDeltaRule):
+    """A window and a state of what has left it: whole prompts without padding, and steps; alone it is a layer."""
+
+    @staticmethod
+    def serves(mixer: Mixer) -> bool:
+        """Whether the layer is the gated delta rule beside a window of whole groups in 8 or 4 bits."""
+        branch, settings = mixer.window_branch, mixer.settings
+        if branch is None or not branch.delayed or branch.cache_bits not in PACKED_BITS or not branch.groups:
+            return False
+        if not isinstance(mixer, DeltaRule) or not mixer.has_operators or mixer.erase != "decayed":
+            return False
+        rule = (mixer.decays, mixer.strengths, settings.qk_activation, settings.v_activation, mixer.k_offset)
+        return rule == ("by token", "sigmoid", "none", "none", None) and branch.learned_sinks is None
+
+    has_step = True
+
+    def attended(
+        self,
+        x: Tensor,
+        outputs: Sequence[Tensor | None],
+        cache: MixerCacheLayer | None,
+        angles: Angles,
+        prompt_length: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """As `FastSoftmaxHeads.attended`, from the outputs of `readers`."""
+        return self.attend(self.projected(x, outputs), angles, LayerCall(cache, None, None, None, prompt_length))
+
+    def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
+        """As in the base class; a step changes the state in the cache in place."""
+        if call.padding is None and call.cu_seqlens is None:
+            if call.state is None:
+                return self._prompt(projected, position_embeddings, call)
+            if projected.x.shape[1] == 1 and call.cache is not None and call.cache.may_change:
+                return self._step(projected, position_embeddings, call), call.cache.state
+        return Mixer.attend(self, projected, position_embeddings, call)  # type: ignore[arg-type]
+
+    def _prompt(
+        self, projected: Projected, position_embeddings: Angles | None, call: LayerCall
+    ) -> tuple[Tensor, State]:
+        branch, length = self.window_branch, call.prompt_length
+        assert branch is not None
+        assert position_embeddings is not None
+        angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, projected.x.shape[1])
+        cos, sin = self.angles(angles)
+        rotation = PromptInputsCall(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
+        q, k, v, *_ = prompt_inputs.unchecked(rotation)
+        k, v, seen, kept = packed_prompt(branch.cache_spec, k, v, length)
+        window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
+
+        logits, hidden = self.step_gates(projected)[:4], branch.window - 1
+        gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
+        g, beta, *waiting = group_gates.unchecked(gating)
+        if g.shape[1]:
+            keys, values = (part[:, : g.shape[1]].flatten(2) for part in seen)
+            read, keys, values = map(self.split_heads, self.repeated(q[:, hidden:].flatten(2), keys, values))
+            rule = GroupRuleCall(read, keys, values, g, beta, None, None, call.keep_state, True)
+            reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
+        else:
+            reads, memory = q[:, :0], g.new_zeros(len(q), *self.state_shape().shape)
+        output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
+        if not call.keep_state:
+            return output, {}
+        assert memory is not None
+        gates = {f"gate_{i}": gate for i, gate in enumerate(waiting)}
+        return output, stored_memory(self, {"state": self.rounded(memory)}) | kept | gates
+
+    def _step(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> Tensor:
+        branch = self.window_branch
+        assert branch is not None
+        assert call.cache is not None
+        assert position_embeddings is not None
+        state = call.cache.state
+        q, k, v = map(self.split_heads, projected[1:4])  # type: ignore[arg-type]
+        angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, 1)
+        cos, sin = self.angles(angles)
+        turn_cos, turn_sin = (None, None) if turn is None else turn
+        packed = PackedKeyValues(*(state[name] for name in NAMES), branch.cache_spec.key_order)  # type: ignore[call-arg]
+        reach = branch.window, branch.sinks, None, branch.scale, branch.softcap
+        step = GroupStepCall(
+            *self.step_gates(projected)[:4],  # type: ignore[arg-type]
+            PackedStepCall(
+                q, k, v, packed, *reach, cos, sin, call.state_indices, None, branch.edge, turn_cos, turn_sin
+            ),
+            state["gate_0"],
+            state["gate_1"],
+            state["state"],
+            state.get(SCALE),
+            projected.mixing_logits,  # type: ignore[arg-type]
+            branch.slopes.far_slope,
+            branch.slopes.near_slope,
+            projected.gate,
+            None if self.norm is None else self.norm.weight,
+            1e-6 if self.norm is None else self.norm.eps,
+            self.max_strength,
+        )
+        return group_gated_delta_step_.unchecked(step)

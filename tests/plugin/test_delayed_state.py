@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.fast.decoder import fast_mixer
-from deltanet_hf.fast.delayed import FastDelayedRule
+from deltanet_hf.fast.packed import FastDelayedRule
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
 from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
