@@ -11,8 +11,7 @@ Short prompts are captured, too.
     obstacles.py         the reasons for decoding without a graph
     captured_step.py     inputs and outputs of the step, the tensors of its cache at addresses that stay, and its graph
     captured_prefill.py  the same for short prompts
-    prompts.py           which prompts are read by a graph
-    captured_graphs.py   the graphs of each model
+    captured_graphs.py   the graphs of each model, and which prompts are read by one
     capture.py           how a device captures work; the tests add a capture for CPUs
     served.py            the same for softmax models
     graphed_step.py      the captured step for other loops than `generate`

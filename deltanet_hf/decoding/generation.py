@@ -13,10 +13,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from deltanet_hf.decoding.captured_graphs import captured_graphs_of
+from deltanet_hf.decoding.captured_graphs import captured_graphs_of, read_prompt
 from deltanet_hf.decoding.captured_step import CapturedStep, NotCapturable, capacity_for, layout
 from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
-from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.fast import FastDecoder, fast_form, held_form
 from deltanet_hf.mixers.cache.argument import CACHE
 

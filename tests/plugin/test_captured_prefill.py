@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.decoding import forget_graphs, prompts, serve
-from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding import captured_graphs, forget_graphs, serve
+from deltanet_hf.decoding.captured_graphs import read_prompt
 from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.cache_tensors import cache_tensors
@@ -57,7 +57,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 @pytest.fixture(autouse=True)
 def lengths(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "LENGTHS", (64, 96))
+    monkeypatch.setattr(captured_graphs, "LENGTHS", (64, 96))
 
 
 def prompt(length: int, rows: int = 2) -> Tensor:
@@ -159,7 +159,7 @@ def test_what_is_not_captured(capture: EmulatedCapture, monkeypatch: pytest.Monk
     assert refused(tiny_mixture("gemma2", mixture_table()))  # SDPA does not cap its scores
     assert refused(tiny_student("llama", mixer="mesa"))  # reads its residuals on CPUs
     with monkeypatch.context() as patch:
-        patch.setattr(prompts, "MOST_PRODUCTS", 0)
+        patch.setattr(captured_graphs, "MOST_PRODUCTS", 0)
         assert refused()
     assert capture.captured_prefills == 0
     assert not refused(position_ids=torch.arange(50)[None], attention_mask=torch.ones(2, 50))
@@ -167,7 +167,7 @@ def test_what_is_not_captured(capture: EmulatedCapture, monkeypatch: pytest.Monk
 
 @torch.inference_mode()
 def test_which_graphs_are_kept(capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "KEPT", 2)
+    monkeypatch.setattr(captured_graphs, "KEPT_PREFILLS", 2)
     model = MODELS["window"]()
     for rows, length in ((1, 50), (2, 50), (1, 60), (3, 50), (1, 50), (2, 50)):
         read_prompt(model, inputs(model, prompt(length, rows)))

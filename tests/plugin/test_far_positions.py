@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.decoding import captured_step, decoded_by
-from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding.captured_graphs import read_prompt
 from deltanet_hf.errors import UserError
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.mixers.cache.argument import CACHE
-from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, fake_quantised
 from deltanet_hf.mixers.layer import Mixer
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.window import WindowAttention
@@ -267,7 +266,7 @@ def test_a_step_that_is_captured_for_short_texts_turns_nothing(
     capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for 17 tokens at first, and then for 43: sinks are as far away as they are."""
-    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (16,))
+    monkeypatch.setattr("deltanet_hf.decoding.captured_graphs.LENGTHS", (16,))
     monkeypatch.setattr(captured_step, "SPARE", 8)
     monkeypatch.setattr(captured_step, "ALIGNMENT", 1)
 
@@ -285,7 +284,7 @@ def test_a_step_that_is_captured_for_short_texts_turns_nothing(
 def test_a_captured_prompt_passes_the_bound(
     states: bool, capture: EmulatedCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltanet_hf.decoding.prompts.LENGTHS", (64, 96))
+    monkeypatch.setattr("deltanet_hf.decoding.captured_graphs.LENGTHS", (64, 96))
     with Float64():
         model = far("yarn", 4, states).double()
         for length in (96, 75):

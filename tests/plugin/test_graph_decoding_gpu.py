@@ -10,8 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.decoding import capture, decoded_by
-from deltanet_hf.decoding.captured_graphs import captured_graphs_of
-from deltanet_hf.decoding.prompts import read_prompt
+from deltanet_hf.decoding.captured_graphs import captured_graphs_of, read_prompt
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from deltanet_hf.decoding.captured_graphs import read_prompt
 from deltanet_hf.decoding.captured_step import NotCapturable
 from deltanet_hf.decoding.graphed_step import graphed_step
-from deltanet_hf.decoding.prompts import read_prompt
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.argument import CACHE
 
