@@ -28,7 +28,7 @@ from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.attention.paired_class import behind
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, packed_prompt
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, quantised_prompt
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule
@@ -259,7 +259,7 @@ class FastDelayedRule(FastDeltaRule):
         cos, sin = self.angles(angles)
         rotation = PromptInputsCall(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
         q, k, v, *_ = prompt_inputs.unchecked(rotation)
-        k, v, seen, kept = packed_prompt(branch.cache_spec, k, v, length)
+        k, v, seen, kept = quantised_prompt(branch.cache_spec, k, v, call.keep_state, length)
         window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
 
         logits, hidden = self.step_gates(projected)[:4], branch.window - 1

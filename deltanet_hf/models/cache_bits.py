@@ -1,8 +1,8 @@
 """How many bits a model's keys and values have in its cache: one setting for softmax layers, single heads and windows.
 
 The `deltanet` entry of a converted model's configuration says it (`layers.py`), and the model is made with it.
-`set_cache_bits` makes every forward pass see earlier keys and values as the cache holds them (`fake_quantisation.py`),
-and packs them in the cache (`quantised_kv_cache.py`).
+`set_cache_bits` makes every forward pass see earlier keys and values as the cache holds them, and packs them in the
+cache (`quantised_kv_cache.py`).
 """
 
 from __future__ import annotations

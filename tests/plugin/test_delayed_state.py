@@ -14,7 +14,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.fast.packed import FastDelayedRule
 from deltanet_hf.mixers import MIXERS
-from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
+from deltanet_hf.mixers.cache.quantised_kv_cache import quantised_prompt, straight_through
 from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer import DeltaRule
@@ -66,7 +66,7 @@ def by_definition(model: Any, mixer: Mixer, x: torch.Tensor, bound: int | None =
     for_sinks = q if bound is None else mixer.window_inputs(projected, rotary(x, place.clamp_max(bound)))[0]
     far_k, far_v = k, v  # as queries of later groups, and the state, get them
     if bits < 16:
-        k, v, seen = as_kept(k, v, bits, branch.cache_spec.key_order if bits == 4 else None)
+        k, v, seen, _ = quantised_prompt(branch.cache_spec, k, v, keep_state=False)
         far_k, far_v = (straight_through(part, other) for part, other in zip((k, v), seen, strict=True))
     times = mixer.kv_repeats
     rule_q, rule_k, rule_v = mixer.activated(q, *(x.repeat_interleave(times, 2) for x in (far_k, far_v)))

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from deltanet_kernels import window_attention
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS
 from support.tiny_models import READS_ALL, mixed_mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
@@ -78,7 +80,8 @@ def test_is_its_definition(window: int, sinks: int, cap: float | None, widths: t
     for bits in widths:
         torch.manual_seed(bits)
         q, k, v = (2 * torch.randn(2, 150, heads, 64).double() for heads in (4, 2, 2))  # rounded in float32
-        output, _ = quantised_attention(q, k, v, window, sinks, 0.3, bits, cap)
+        text = QuantisedKVCache(QuantisedCacheSpec(bits, window, sinks), {}, None, keep_state=False)
+        output, _ = text.attend(q, k, v, 0.3, cap)
         expected = dense(q, k, v, window, sinks, bits, cap)
         assert (output - expected).abs().max() < 1e-12 * expected.abs().max(), bits
 
@@ -86,9 +89,9 @@ def test_is_its_definition(window: int, sinks: int, cap: float | None, widths: t
 def test_gradients_pass_the_rounding() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 70, 2, 32, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    output, lse = quantised_attention(q, k, v, 70, 0, 0.2, 8)
+    output, lse = QuantisedKVCache(QuantisedCacheSpec(8, None), {}, None).attend(q, k, v, 0.2, None)
     grads = torch.autograd.grad(output.square().sum() + lse.sum(), (q, k, v))
-    exact, exact_lse = quantised_attention(q, k, v, 70, 0, 0.2, 16)
+    exact, exact_lse = window_attention(q, k, v, 70, 0, 0.2)
     wanted = torch.autograd.grad(exact.square().sum() + exact_lse.sum(), (q, k, v))
     for found, reference in zip(grads, wanted, strict=True):
         assert (found - reference).norm() < 0.03 * reference.norm()  # 8 bits of rounding, and not zero

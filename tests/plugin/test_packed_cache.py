@@ -18,10 +18,9 @@ from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.fast.packed import FastPacked
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
-from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, QuantisedCacheSpec, held_bytes
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, fake_quantised
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import add_key_order, cache_bits_of, set_cache_bits, stored_bytes

@@ -8,9 +8,8 @@
     mixed_cache.py           the parts of a layer whose heads are of different kinds
     history.py               the last calls of a layer, from which tokens are taken back
     window_cache.py          keys and values of a window with sinks, in 16 bits
-    quantised_kv_cache.py    keys and values in 8 or 4 bits, of a window or of all tokens
+    quantised_kv_cache.py    keys and values in 8 or 4 bits, of a window or of all tokens, and what a query sees of them
     quantised_cache_spec.py  what such a cache keeps, and the shapes of its tensors
-    fake_quantisation.py     what a query sees of these, computed on whole sequences
     sinks_apart.py           sinks that a query sees otherwise than other tokens, and learned ones
     static_key_values.py     growing keys and values in a fixed number of places, and their masks
     cache_bytes.py           the bytes of a cache

@@ -1,8 +1,14 @@
 """The packed keys and values of a layer, and the attention of a call to them.
 
-It computes what `fake_quantisation.py` defines: a query sees its own group of 32 tokens and the first four tokens in
-8 bits, and the packed form of earlier groups, whatever the calls were in which the tokens came. Tokens are counted
-without padding. A window keeps the groups that its next query may see, as a ring; otherwise all groups are kept.
+Keys are quantised per channel over groups of 32 tokens, because a few channels of all keys are large, and values per
+token over groups of 32 channels (KIVI, arXiv 2402.02750), on even steps that reach from the lowest to the highest
+number of a group. Before that, each token is rounded to 8 bits, with a scale for 16 channels that is a power of two
+(`PackedKeyValues`). A query sees its own group of tokens, and the first four tokens, in these 8 bits, and the packed
+form of earlier groups. So what it sees depends on its sequence only, and not on how it was cut into calls. Gradients
+pass the rounding unchanged (straight-through), so that a model can be trained through its cache.
+
+Tokens are counted without padding. A window keeps the groups that its next query may see, as a ring; otherwise all
+groups are kept.
 
 A call is computed in one of four ways:
 
@@ -27,7 +33,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.fake_quantisation import as_kept
 from deltanet_hf.mixers.cache.protocol import TensorShape
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED, QuantisedCacheSpec, groups_before
 from deltanet_hf.mixers.cache.sinks_apart import Scores, leaves_out, with_sinks
@@ -43,7 +48,7 @@ from deltanet_kernels.packed_cache.calls import (
     PromptAttentionCall,
     RoundTokensCall,
 )
-from deltanet_kernels.packed_cache.layout import PACKED_BITS, SINKS, tokens_of
+from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, quantised, restored, tokens_of
 
 
 class PackedCacheLayer(MixerCacheLayer):
@@ -182,10 +187,7 @@ class QuantisedKVCache:
         self, spec: QuantisedCacheSpec, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """`_attend` of whole sequences without padding."""
-        if self._keep_state:
-            k, v, seen, self.state = packed_prompt(spec, k, v, self._prompt_length)
-        else:
-            k, v, seen = as_kept(k, v, spec.bits, spec.key_order)
+        k, v, seen, self.state = quantised_prompt(spec, k, v, self._keep_state, self._prompt_length)
         window = q.shape[1] if spec.window is None else spec.window
         call = PromptAttentionCall(q, k, v, *seen, window, spec.sinks, scale, softcap, spec.edge)
         return prompt_attention.unchecked(call)
@@ -217,18 +219,49 @@ class QuantisedKVCache:
         return packed_step_.unchecked(call)
 
 
-def packed_prompt(
-    spec: QuantisedCacheSpec, k: Tensor, v: Tensor, prompt_length: Tensor | None
+def quantised_prompt(
+    spec: QuantisedCacheSpec, k: Tensor, v: Tensor, keep_state: bool, prompt_length: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], State]:
-    """k and v [B, T, HK, D] of whole sequences, rounded; both as later groups see them; and the tensors of the cache.
+    """Keys and values k, v [B, T, HK, D] of whole sequences without padding, as queries see them.
 
     Args:
-        prompt_length: as of `QuantisedKVCache`.
+        keep_state, prompt_length: as of `QuantisedKVCache`; bits without a packed form keep no state.
+
+    Returns:
+        k and v in 8 bits, as queries of the same group see them; both as those of later groups do, [B, N * 32, HK, D]
+        of the N groups before the last token; and the tensors of the cache, if they are kept.
     """
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
+    if spec.bits not in PACKED_BITS:
+        return k, v, (_seen_keys(k.detach(), spec.bits), _seen_values(v.detach(), spec.bits)), {}
     rest = spec.bits, spec.groups(k.shape[1]), prompt_length, spec.key_order
     cache, keys, values = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
-    return k, v, (keys, values), dict(zip(NAMES, cache.tensors, strict=True))
+    return k, v, (keys, values), dict(zip(NAMES, cache.tensors, strict=True)) if keep_state else {}
+
+
+def straight_through(x: Tensor, seen: Tensor) -> Tensor:
+    """x [B, T, HK, D] with the numbers of `seen` [B, N * 32, HK, D] where it reaches, and gradients of x."""
+    return x + F.pad(seen - x[:, : seen.shape[1]].detach(), (0, 0, 0, 0, 0, x.shape[1] - seen.shape[1]))
+
+
+def fake_quantised(x: Tensor, bits: int) -> Tensor:
+    """The numbers x [..., G] as `packed_cache.layout` stores and restores them in `bits` bits."""
+    return restored(*quantised(x, bits), bits, x.dtype)
+
+
+def _seen_keys(k: Tensor, bits: int) -> Tensor:
+    groups = k[:, : (k.shape[1] - 1) // GROUP * GROUP].unflatten(1, (-1, GROUP)).transpose(2, -1)
+    return _with_sinks(k, fake_quantised(groups, bits).transpose(2, -1).flatten(1, 2))  # from [B, N, D, HK, 32]
+
+
+def _seen_values(v: Tensor, bits: int) -> Tensor:
+    groups = v[:, : (v.shape[1] - 1) // GROUP * GROUP].unflatten(-1, (-1, min(GROUP, v.shape[-1])))
+    return _with_sinks(v, fake_quantised(groups, bits).flatten(-2))
+
+
+def _with_sinks(x: Tensor, rounded: Tensor) -> Tensor:
+    """The rounded numbers of [B, N * 32, HK, D], of sinks those of x."""
+    return torch.cat([x[:, : min(SINKS, rounded.shape[1])], rounded[:, SINKS:]], dim=1)
 
 
 def _widen(state: State, groups: int) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.cache.fake_quantisation import as_kept, straight_through
-from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, packed_prompt
+from deltanet_hf.mixers.cache.quantised_cache_spec import PACKED_ROWS
+from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, quantised_prompt, straight_through
 from deltanet_hf.mixers.cache.sinks_apart import with_learned_sinks
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.cache.window_cache import SinkCache, Tokens
@@ -95,7 +95,7 @@ def _rows(
     tokens: Tokens,
     turn: PositionEmbeddings | None,
 ) -> Leaving:
-    if branch.cache_bits == 16 or call.cu_seqlens is not None:
+    if branch.cache_bits == 16:
         window_output, lse = branch.attend(q, k, v, call.cu_seqlens, turn)
         state: State = {}
         if call.keep_state:
@@ -104,11 +104,9 @@ def _rows(
             sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
             state = sink_cache.state
         return Leaving(window_output, lse, k, v, None, state)
-    state = {}
-    if call.keep_state:
-        k, v, seen, state = packed_prompt(branch.cache_spec, k, v, call.prompt_length)
-    else:
-        k, v, seen = as_kept(k, v, branch.cache_bits, branch.cache_spec.key_order)
+    if call.cu_seqlens is not None:
+        raise ValueError(PACKED_ROWS)
+    k, v, seen, state = quantised_prompt(branch.cache_spec, k, v, call.keep_state, call.prompt_length)
     window_output, lse = branch.attend_rounded(q, k, v, seen, turn)
     keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
     return Leaving(window_output, lse, keys, values, None, state)

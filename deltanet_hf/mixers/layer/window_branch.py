@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES, PACKED_ROWS, QuantisedCacheSpec
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache
 from deltanet_hf.mixers.cache.sinks_apart import Scores, leaves_out, with_learned_sinks, with_sinks
@@ -165,10 +164,10 @@ class WindowBranch(Part):
     ) -> tuple[Tensor, Tensor, State]:
         """The attention, w [B, T, HQ, D] and log Z [B, T, HQ] float32, and the window's part of the new state."""
         padding, state = call.padding, call.state
-        if not call.keep_state and (call.cu_seqlens is not None or padding is None):
-            return *self.attend(q, k, v, call.cu_seqlens), {}
         own = {} if state is None else {name: state[name] for name in self.state_names}
         if self.cache_bits < 16:
+            if call.cu_seqlens is not None and call.lengths is None:
+                raise ValueError(PACKED_ROWS)
             packed = QuantisedKVCache(
                 self.cache_spec,
                 own,
@@ -181,6 +180,8 @@ class WindowBranch(Part):
                 *packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks
             )
             return window_output, lse, packed.state
+        if not call.keep_state and (call.cu_seqlens is not None or padding is None):
+            return *self.attend(q, k, v, call.cu_seqlens), {}
         sink_cache = SinkCache(self.window, self.sinks, own, tokens, cu_seqlens=call.cu_seqlens)
         keys, values = sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
         if state is None and padding is None:
@@ -221,19 +222,13 @@ class WindowBranch(Part):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, turn: PositionEmbeddings | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention within a call: w [B, T, HQ, D] and log Z [B, T, HQ] float32; `turn`, in 16 bits, as in
+        """Attention within a call in 16 bits: w [B, T, HQ, D] and log Z [B, T, HQ] float32; `turn` as in
         `with_sinks`."""
         shape, rows = q.shape, (q, k, v)
         if cu_seqlens is not None:
             q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in rows)
-        if self.cache_bits < 16:
-            if cu_seqlens is not None:
-                raise ValueError(PACKED_ROWS)
-            rest = self.scale, self.cache_bits, self.softcap, self.cache_spec.key_order
-            window_output, lse = quantised_attention(q, k, v, self.window, self.sinks, *rest, edge=self.edge)
-        else:
-            reach = self.window, self.sinks if turn is None else 0
-            window_output, lse = window_attention(q, k, v, *reach, self.scale, cu_seqlens, self.softcap, edge=self.edge)
+        reach = self.window, self.sinks if turn is None else 0
+        window_output, lse = window_attention(q, k, v, *reach, self.scale, cu_seqlens, self.softcap, edge=self.edge)
         window_output, lse = window_output.view(shape), lse.view(shape[:3])
         if turn is not None:
             numbers = Tokens.of(shape[0], shape[1], None, cu_seqlens, None, q.device).numbers
@@ -243,7 +238,7 @@ class WindowBranch(Part):
     def attend_rounded(
         self, q: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor, Tensor], turn: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor]:
-        """As `attend`, of whole rows whose k and v are rounded, and `seen` as later groups see them (`as_kept`)."""
+        """As `attend`, of whole rows whose k, v and `seen` are those of `quantised_prompt`."""
         sinks = self.sinks if turn is None else 0
         call = PromptAttentionCall(q, k, v, *seen, self.window, sinks, self.scale, self.softcap, self.edge)
         window_output, lse = prompt_attention.unchecked(call)
