@@ -13,7 +13,7 @@
     packed.py        layers with a cache in 8 or 4 bits: softmax, windows, states of what has left them, and mixed heads
     parts.py         linear layers with one input, norms with residual sums, feed-forward blocks
 
-Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` records its step.
+Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` captures its step.
 """
 
 from deltanet_hf.fast.decoder import FastDecoder

@@ -100,7 +100,8 @@ class FastPacked:
         prompt_length: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """As the attention's forward; `prompt_length` as in `FastDecoder`."""
+        """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None); `prompt_length` as in
+        `FastDecoder`."""
         length = hidden_states.shape[1]
         cache = given_cache(past_key_values, kwargs)
         parts = self._parts(cache)
@@ -252,6 +253,8 @@ class FastDelayedRule(FastDeltaRule):
     def _prompt(
         self, projected: Projected, position_embeddings: Angles | None, call: LayerCall
     ) -> tuple[Tensor, State]:
+        """`attend` of whole sequences [B, T, ...]: the window's attention, then the reads of all groups but the first N
+        [B, T - 32 N, HO, D], and the mixture of both."""
         branch, length = self.window_branch, call.prompt_length
         assert branch is not None
         assert position_embeddings is not None
@@ -280,6 +283,7 @@ class FastDelayedRule(FastDeltaRule):
         return output, stored_memory(self, {"state": self.rounded(memory)}) | kept | gates
 
     def _step(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> Tensor:
+        """`attend` of one more token: the output [B, 1, HO, D]."""
         branch = self.window_branch
         assert branch is not None
         assert call.cache is not None

@@ -16,7 +16,7 @@ from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 
 
 def cache_layer(
-    cache: Cache | MixerCacheLayer, layer_idx: int, owner: str, kind: type[MixerCacheLayer] = MixerCacheLayer
+    cache: Cache | MixerCacheLayer, layer_idx: int, owner: str, kind: type[MixerCacheLayer]
 ) -> MixerCacheLayer:
     """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index.
 

@@ -30,7 +30,7 @@ class Scores:
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
 
-def leaves_out(numbers: Tensor, sinks: int, window: int, edge: int = 1) -> Tensor:
+def leaves_out(numbers: Tensor, sinks: int, window: int, edge: int) -> Tensor:
     """[B or 1, T, S] bool: the sinks that lie before the windows of tokens.
 
     Args:

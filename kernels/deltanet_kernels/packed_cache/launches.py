@@ -101,9 +101,7 @@ def places_of(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
     return Places(cache.groups, *map(row_size, (pages, *cache.tensors)))
 
 
-def span_parts(
-    call: PackedAttentionCall, state_indices: Tensor | None = None, pages: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def span_parts(call: PackedAttentionCall, state_indices: Tensor | None, pages: Tensor | None) -> tuple[Tensor, Tensor]:
     """The attention by spans of the cache, for `combined`: sums [B, HQ, spans, D], maxima and totals [B, HQ, spans, 2].
 
     The queries are contiguous; indices and pages are as in `PackedStepCall`.

@@ -92,7 +92,7 @@ class LayerwiseAlign:
                 self._advance(block, layer, index)
             layer.to("cpu")
             if index in converted:
-                self.runtime.begin_stage()  # what the trainer of the layer before recorded refers to itself
+                self.runtime.begin_stage()  # what the trainer of the layer before captured refers to itself
                 self.train_mixer(index, converted[index])
                 self.steps_before += self.stage.steps
         shutil.rmtree(self._activations)

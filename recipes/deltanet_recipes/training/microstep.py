@@ -22,7 +22,7 @@ for _node in (Batch, LayerBatch, Rows, LayerInputs):
 class MicroStep:
     """Adds the gradients of a micro-batch to the parameters' `.grad` and returns its metrics.
 
-    With CUDA graphs, the first batch runs eagerly as a warm-up; then its work is recorded once and replayed on the
+    With CUDA graphs, the first batch runs eagerly as a warm-up; then its work is captured once and replayed on the
     contents of the following batches. A batch of another shape (more packed documents than usual) runs eagerly.
 
     Args:
@@ -47,7 +47,7 @@ class MicroStep:
         leaves, tree = pytree.tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._graph is None:
-            self._record(leaves, tree)
+            self._capture(leaves, tree)
         if [(t.shape, t.dtype) for t in tensors] != self._shapes:
             if self.alone:
                 self._zero()
@@ -78,7 +78,7 @@ class MicroStep:
         loss.backward()
         return torch.cat([loss.detach().reshape(1), metrics])
 
-    def _record(self, leaves: list[Any], tree: Any) -> None:
+    def _capture(self, leaves: list[Any], tree: Any) -> None:
         """Warm up on copies of the batch, then capture. Gradients from earlier micro-batches are kept."""
         copies: dict[int, torch.Tensor] = {}
         static_leaves = []
@@ -101,7 +101,7 @@ class MicroStep:
         for p, grad in zip(self.parameters, before, strict=True):
             p.grad = grad
         self._graph = capture_cuda_graph(lambda: self.run_eagerly(static), self.runtime.device)
-        # From here on, `Runtime.peak_memory` adds the graph's own memory, which the recording has counted already.
+        # From here on, `Runtime.peak_memory` adds the graph's own memory, which the capture has counted already.
         torch.cuda.reset_peak_memory_stats()
 
 

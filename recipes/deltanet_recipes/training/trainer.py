@@ -90,7 +90,7 @@ class Trainer:
             if self.step == 0:
                 held_out = self._held_out()
                 self.held_out_start = held_out.get(HELD_OUT_LOSS)
-                self._record({}, 0, 0.0, held_out)
+                self._write_row({}, 0, 0.0, held_out)
             self._check_held_out()
             self._loop()
         except torch.OutOfMemoryError as error:
@@ -123,7 +123,7 @@ class Trainer:
                 self._check_weights()
             held_out = self._held_out() if evaluate else {}
             self.held_out_last = held_out.get(HELD_OUT_LOSS, self.held_out_last)
-            self._record(means, since, elapsed, held_out)
+            self._write_row(means, since, elapsed, held_out)
             if save or self._worse:
                 self.checkpoints.save(self.step, self.objective, self.optimizers, self._state())
             self._check_held_out()
@@ -196,7 +196,7 @@ class Trainer:
     def _held_out(self) -> dict[str, float]:
         return {f"held_out.{name}": value for name, value in self.evaluate().items()}
 
-    def _record(self, means: dict[str, float], since: int, elapsed: float, held_out: dict[str, float]) -> None:
+    def _write_row(self, means: dict[str, float], since: int, elapsed: float, held_out: dict[str, float]) -> None:
         errors = [value for name, value in means.items() if name.startswith("error.")]
         row = {
             "stage": self.label,
