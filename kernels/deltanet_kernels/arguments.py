@@ -64,6 +64,13 @@ class RuleCall(NamedTuple):
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
+class Upstream(NamedTuple):
+    """The gradients of the output of a rule and of its final state."""
+
+    do: torch.Tensor
+    dht: torch.Tensor | None
+
+
 class StepCall(NamedTuple):
     """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 

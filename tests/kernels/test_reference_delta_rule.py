@@ -227,10 +227,3 @@ def test_erase_term_compiled_and_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         again = results(chunk_gated_delta_rule, inputs)
     assert all(torch.equal(again[name], x) for name, x in wanted.items())
-
-
-@pytest.mark.parametrize("erase", ["undecayed", "off"])
-def test_registered_operators_are_consistent(erase: str) -> None:
-    inputs = make_inputs(Case("registered", T=20, HV=2, K=3, V=4, erase=erase), torch.float64)
-    tensors = [inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
-    torch.library.opcheck(torch.ops.deltanet_kernels.torch_chunk_forward.default, (*tensors, 0.5, True, True, erase))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from deltanet_kernels.arguments import GatedNormCall
+from deltanet_kernels.arguments import GatedNormCall, Upstream
 from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.config import ChannelConfig, channel_config, check_supported
 from deltanet_kernels.channel_gates.gradients_inputs import InputsForm, input_gradients_kernel
@@ -27,7 +27,6 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable_call, operator
 from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sequences import cut_chunks
-from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
 from deltanet_kernels.gated_delta_rule.launch_plan import kept_dtype
 from deltanet_kernels.gated_delta_rule.solve import invert
 from deltanet_kernels.norm import gated_rms_norm_triton

@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_origin, get_ty
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _LIBRARY = torch.library.Library("deltanet", "DEF")
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), int, float, bool, str}
@@ -197,6 +198,7 @@ def differentiable_call(
             return output
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
             return run(ctx, *grads)
 

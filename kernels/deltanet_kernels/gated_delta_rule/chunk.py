@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.arguments import RuleCall, Upstream
 from deltanet_kernels.common.config import MIN_HALF_SIZE, check_supported
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.registration import differentiable_call
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig
-from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
+from deltanet_kernels.gated_delta_rule.chunk_backward import chunk_backward
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward, Kept, chunk_forward, chunk_without_gradients
 from deltanet_kernels.gated_delta_rule.launch_plan import pinned_config
 from deltanet_kernels.gated_delta_rule.segments import segments_for

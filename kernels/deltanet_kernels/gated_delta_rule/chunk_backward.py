@@ -10,10 +10,9 @@ dht the final state and its gradient.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from deltanet_kernels.arguments import Upstream
 from deltanet_kernels.common.config import slices, tile_width
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
@@ -30,13 +29,6 @@ from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan, launch_pla
 from deltanet_kernels.gated_delta_rule.query_sums import query_sums_kernel
 from deltanet_kernels.gated_delta_rule.segments import compose
 from deltanet_kernels.gated_delta_rule.states_backward import states_backward_kernel
-
-
-class Upstream(NamedTuple):
-    """The gradients of the output and of the final state."""
-
-    do: torch.Tensor
-    dht: torch.Tensor | None
 
 
 def _fake_chunk_backward(upstream: Upstream, call: ChunkForward, kept: Kept):

@@ -14,138 +14,29 @@ is computed for all chunks of a block at once, and the loop over chunks contains
 """
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from deltanet_kernels import checks
-from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.common.device import no_autocast
+from deltanet_kernels.arguments import RuleCall, Upstream
+from deltanet_kernels.common.registration import differentiable_call
 from deltanet_kernels.dispatch import by_arguments
-from deltanet_kernels.gated_delta_rule.cpu_backward import backward
-from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, Sizes, forward
+from deltanet_kernels.gated_delta_rule.cpu_backward import DIFFERENTIATED, torch_chunk_backward
+from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, ChunkForward, Kept, torch_chunk_forward
 from deltanet_kernels.gated_delta_rule.drop_in import through_plain
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 
-
-# Registered as operators so that torch.compile does not trace into them.
-@torch.library.custom_op("deltanet_kernels::torch_chunk_forward", mutates_args=())
-def _forward_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-    scale: float,
-    normalize: bool,
-    keep: bool,
-    erase: str = "decayed",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`forward`; g is the log decay and beta the write strength."""
-    with no_autocast(q.device):
-        return forward(Sizes.of(q, k, v, scale, normalize, erase), q, k, v, g, beta, state, keep)
+_chunk = differentiable_call(
+    torch_chunk_forward, torch_chunk_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"]
+)
 
 
-@_forward_op.register_fake
-def _forward_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-    scale: float,
-    normalize: bool,
-    keep: bool,
-    erase: str = "decayed",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    s = Sizes.of(q, k, v, scale, normalize, erase)
-    chunks = (s.T + CHUNK - 1) // CHUNK if keep else 0
-    return (
-        v.new_empty(s.B, s.T, s.R * s.HV, s.V),
-        v.new_empty(s.B, s.HV, s.K, s.V, dtype=s.dtype),
-        v.new_empty(chunks * s.N, s.K, s.V, dtype=s.dtype),
-        v.new_empty(s.T * s.N if keep else 0, s.V, dtype=s.dtype),
-    )
-
-
-@torch.library.custom_op("deltanet_kernels::torch_chunk_backward", mutates_args=())
-def _backward_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-    values: torch.Tensor,
-    do: torch.Tensor,
-    dfinal: torch.Tensor,
-    scale: float,
-    normalize: bool,
-    erase: str,
-    gates_only: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v, g, beta and the initial state; see `backward`."""
-    with no_autocast(q.device):
-        s = Sizes.of(q, k, v, scale, normalize, erase)
-        grads, dstate = backward(s, (q, k, v, g, beta), states, values, do, dfinal, gates_only)
-    return (*grads, dstate)
-
-
-@_backward_op.register_fake
-def _backward_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-    values: torch.Tensor,
-    do: torch.Tensor,
-    dfinal: torch.Tensor,
-    scale: float,
-    normalize: bool,
-    erase: str,
-    gates_only: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (x.new_empty((0,) if gates_only else x.shape) for x in (q, k, v))
-    dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
-    return dq, dk, dv, dg, dbeta, dfinal.new_empty(dfinal.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, g, beta, state, scale, normalize, _, erase = inputs
-    ctx.has_state = state is not None
-    ctx.rule = (scale, normalize, erase)
-    ctx.save_for_backward(q, k, v, g, beta, *output[2:])
-
-
-def _autograd(ctx: Any, do: torch.Tensor, dfinal: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    gates_only = not any(ctx.needs_input_grad[:3])
-    dq, dk, dv, dg, dbeta, dstate = _backward_op(*ctx.saved_tensors, do, dfinal, *ctx.rule, gates_only)
-    inputs = (None, None, None) if gates_only else (dq, dk, dv)
-    return (*inputs, dg, dbeta, dstate if ctx.has_state else None, None, None, None, None)
-
-
-_forward_op.register_autograd(_autograd, setup_context=_setup_context)
-
-
-def _run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-    scale: float,
-    normalize: bool,
-    erase: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, g, beta, state))
-    keep = needs_grad and torch.is_grad_enabled()
-    o, final, _, _ = _forward_op(q, k, v, g, beta, state, scale, normalize, keep, erase)
-    return o, final
+def _run(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and final state; keeps what the gradients that are wanted need."""
+    q, k, v, *others = call[:6]
+    tokens, rest = (any(x is not None and x.requires_grad for x in some) for some in ((q, k, v), others))
+    keep = torch.is_grad_enabled() and (tokens or rest)
+    return _chunk(call._replace(keep=keep, gates_only=not tokens))[:2]
 
 
 @by_arguments(RuleCall)
@@ -164,33 +55,21 @@ def chunked(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     g, beta = log_decay_and_strength(
         call.g, call.beta, call.A_log, call.dt_bias, call.use_beta_sigmoid_in_kernel, dtype
     )  # fmt: skip
+    forward = ChunkForward(q, k, v, g, beta, call.initial_state, call.factor, normalize, call.erase)
     if call.cu_seqlens is None:
-        o, final = _run(q, k, v, g, beta, call.initial_state, call.factor, normalize, call.erase)
+        o, final = _run(forward)
     else:
-        state = call.initial_state
-        if state is None:
-            dims = call.dims
-            state = torch.zeros(dims.N, dims.HV, dims.K, dims.V, dtype=dtype, device=q.device)
-        offsets = call.cu_seqlens.tolist()
-        o, final = _run_packed(q, k, v, g, beta, state, call.factor, normalize, call.erase, offsets)
+        o, final = _run_packed(forward, call.cu_seqlens.tolist())
     return o, final if call.output_final_state else None
 
 
-def _run_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    scale: float,
-    normalize: bool,
-    erase: str,
-    offsets: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_packed(call: ChunkForward, offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences: those with equal numbers of chunks run as one batch, shorter rows padded with beta = 0."""
-    device = q.device
-    tokens = (q, k, v, g, beta)
+    q, _, v, *_, state = call[:6]
+    device, tokens = q.device, call[:5]
+    if state is None:
+        shape = len(offsets) - 1, v.shape[2], q.shape[3], v.shape[3]
+        state = torch.zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32), device=device)
     groups: dict[int, list[int]] = {}
     for n, (start, end) in enumerate(pairwise(offsets)):
         groups.setdefault(-(-(end - start) // CHUNK), []).append(n)
@@ -222,8 +101,7 @@ def _run_packed(
             flat, mask = index.flatten().to(device), valid.to(device).unsqueeze(-1)
             parts = [x[0].index_select(0, flat).unflatten(0, index.shape) for x in tokens]
             parts[3:] = (torch.where(mask, x, 0.0) for x in parts[3:])
-        q_, k_, v_, g_, beta_ = parts
-        o, final = _run(q_, k_, v_, g_, beta_, first_state, scale, normalize, erase)
+        o, final = _run(ChunkForward(*parts, first_state, *call[6:]))
         outputs.append(o.flatten(0, 1))
         states.append(final)
         rows += len(members) * width

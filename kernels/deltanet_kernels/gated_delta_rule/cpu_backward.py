@@ -20,47 +20,53 @@ Where only gates learn, as in the fit of a conversion, dg and dbeta are all that
 the terms that contain a state, and those within a chunk are left out.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from deltanet_kernels.gated_delta_rule.cpu_forward import Block, Prepared, Sizes, Workspace, prepare
+from deltanet_kernels.arguments import Upstream
+from deltanet_kernels.common.device import no_autocast
+from deltanet_kernels.common.registration import operator
+from deltanet_kernels.gated_delta_rule.cpu_forward import (
+    Block,
+    ChunkForward,
+    Kept,
+    Prepared,
+    Sizes,
+    Workspace,
+    prepare,
+)
+
+DIFFERENTIATED = ("q", "k", "v", "g", "beta", "initial_state")
+"""The fields of a call whose gradients `torch_chunk_backward` returns, in its order."""
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Gradients(NamedTuple):
-    """Gradients, each in the shape and dtype of its input."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+def _fake_backward(upstream: Upstream, call: ChunkForward, kept: Kept) -> Gradients:
+    q, k, v = (x.new_empty((0,) if call.gates_only else x.shape) for x in call[:3])
+    g, beta = (x.new_empty(x.shape) for x in call[3:5])
+    s = Sizes.of(call)
+    return q, k, v, g, beta, kept.states.new_empty(s.B, s.HV, s.K, s.V)
 
 
-def backward(
-    s: Sizes,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    all_states: torch.Tensor,
-    all_values: torch.Tensor,
-    do: torch.Tensor,
-    dfinal: torch.Tensor,
-    gates_only: bool = False,
-) -> tuple[Gradients, torch.Tensor]:
-    """Gradients of q, k, v, g and beta, and of the initial state [B, HV, K, V].
+@operator(_fake_backward)
+def torch_chunk_backward(
+    upstream: Upstream, call: ChunkForward, kept: Kept
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v (empty with `gates_only`), g, beta, and the initial state [B, HV, K, V]."""
+    with no_autocast(call.q.device):
+        return _backward(upstream, call, kept)
 
-    With `gates_only`, those of q, k and v are empty.
-    """
-    q, k, v, g, beta = inputs
-    N = s.N
+
+def _backward(upstream: Upstream, call: ChunkForward, kept: Kept) -> Gradients:
+    s, grads, (do, dfinal) = Sizes.of(call), _fake_backward(upstream, call, kept), upstream
+    N, v = s.N, call.v
     ws = Workspace(s.dtype, v.device)
-    wanted = (None, None, None, g, beta) if gates_only else inputs
-    grads = Gradients(*(q.new_empty(0) if x is None else q.new_empty(x.shape, dtype=x.dtype) for x in wanted))
-    current = torch.empty(N, s.K, s.V, dtype=s.dtype, device=v.device)
-    current.copy_(dfinal.reshape(N, s.K, s.V))
+    current = grads[5].view(N, s.K, s.V)
+    current.copy_(dfinal.reshape(N, s.K, s.V)) if dfinal is not None else current.zero_()
     for block in reversed(s.blocks()):
         _, M, C = block
-        states, values = block.kept(s, all_states, all_values)
-        p = prepare(s, block, ws, q, k, g, beta)
+        states, values = block.kept(s, *kept)
+        p = prepare(s, block, ws, call)
         dout = ws.get("dout", M, s.B, s.HV * s.R, C, s.V).copy_(block.view(do)).view(M * N, s.R * C, s.V)
         dout.mul_(p.inv_q * s.scale)
         dout_in = ws.get("dout_in", M * N, s.R * C, s.V)
@@ -89,8 +95,8 @@ def backward(
             if s.reads:
                 torch.mul(dW_of[m], factor_of[m], out=rows_v)
                 dS_of[m].baddbmm_(k_of[m].mT, rows_v, alpha=-1.0)
-        _parallel(s, block, ws, p, v, states, values, dout, dout_in, dwanted, dstates, grads, gates_only)
-    return grads, current.view(s.B, s.HV, s.K, s.V)
+        _parallel(s, block, ws, p, call, states, values, dout, dout_in, dwanted, dstates, grads)
+    return grads
 
 
 def _parallel(
@@ -98,7 +104,7 @@ def _parallel(
     block: Block,
     ws: Workspace,
     p: Prepared,
-    v: torch.Tensor,
+    call: ChunkForward,
     states: torch.Tensor,
     values: torch.Tensor,
     dout: torch.Tensor,
@@ -106,9 +112,10 @@ def _parallel(
     dwanted: torch.Tensor,
     dstates: torch.Tensor,
     grads: Gradients,
-    gates_only: bool,
 ) -> None:
     """Compute the gradients of a block that require no loop over chunks, into `grads`."""
+    v, gates_only = call.v, call.gates_only
+    grad_q, grad_k, grad_v, grad_g, grad_beta, _ = grads
     _, M, C = block
     n = M * s.N
 
@@ -161,17 +168,17 @@ def _parallel(
     dg[:, 1:] += written[:, :-1].cumsum(1)
     carried = torch.mul(dstates, states, out=ws.get("dread", n, s.K, s.V)).sum((1, 2), keepdim=True)
     dg += carried * p.last
-    block.view(grads.g.unsqueeze(-1)).copy_(dg.view(M, s.B, s.HV, C, 1))
-    block.view(grads.beta.unsqueeze(-1)).copy_(dbeta.view(M, s.B, s.HV, C, 1))
+    block.view(grad_g.unsqueeze(-1)).copy_(dg.view(M, s.B, s.HV, C, 1))
+    block.view(grad_beta.unsqueeze(-1)).copy_(dbeta.view(M, s.B, s.HV, C, 1))
     if gates_only:
         return
     torch.mul(dwanted.view(by_head), p.beta.view(M, s.B, s.HV, C, 1), out=dwanted.view(by_head))
-    block.view(grads.v).copy_(dwanted.view(by_head))
+    block.view(grad_v).copy_(dwanted.view(by_head))
     if s.normalize:
         dq.addcmul_(p.q, row_dot(p.q, dq) * p.inv_q * p.inv_q, value=-1.0)
         dk.addcmul_(p.k, row_dot(p.k, dk), value=-1.0).mul_(p.inv_k)
-    _write(dq, grads.q, block, s.B)
-    _write(dk, grads.k, block, s.B)
+    _write(dq, grad_q, block, s.B)
+    _write(dk, grad_k, block, s.B)
 
 
 def _row_after(x: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,44 @@ from typing import NamedTuple
 
 import torch
 
+from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import L2_EPS
+from deltanet_kernels.common.registration import operator
 
 CHUNK = 64
 # Matrices (chunk and head) per block: enough to amortise the call of an operator, few enough for the cache.
 BLOCK_MATRICES = 32
 # A decay below e^FLOOR counts as 0: smaller factors make denormal numbers, which are 10 to 60 times slower.
 FLOOR = {torch.float32: -69.0, torch.float64: -690.0}
+
+
+class ChunkForward(NamedTuple):
+    """The arguments of `torch_chunk_forward`: those of a `RuleCall` of rows of equal length, and what is kept of it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    """Log decay."""
+    beta: torch.Tensor
+    """Write strength."""
+    initial_state: torch.Tensor | None
+    scale: float
+    normalize: bool
+    erase: str
+    keep: bool = False
+    """Return what the backward pass reads."""
+    gates_only: bool = False
+    """The gradients of q, k and v are not wanted."""
+
+
+class Kept(NamedTuple):
+    """The results of `torch_chunk_forward` after output and final state, which the backward pass reads."""
+
+    states: torch.Tensor
+    """The states that enter each chunk [chunks*N, K, V]."""
+    values: torch.Tensor
+    """V' [T*N, V]."""
 
 
 class Sizes(NamedTuple):
@@ -40,20 +71,11 @@ class Sizes(NamedTuple):
     erase: str
 
     @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        normalize: bool,
-        erase: str = "decayed",
-    ) -> "Sizes":
-        """Sizes from checked inputs."""
-        B, T, HQ, K = q.shape
-        H, HV, V = k.shape[2], v.shape[2], v.shape[3]
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        return cls(B, T, H, HQ, HV, K, V, max(HQ, HV) // HV, scale, normalize, dtype, erase)
+    def of(cls, call: ChunkForward) -> "Sizes":
+        """Sizes of checked inputs."""
+        (B, T, HQ, K), H, (HV, V) = call.q.shape, call.k.shape[2], call.v.shape[2:]
+        dtype = torch.promote_types(call.q.dtype, torch.float32)
+        return cls(B, T, H, HQ, HV, K, V, max(HQ, HV) // HV, call.scale, call.normalize, dtype, call.erase)
 
     @property
     def N(self) -> int:
@@ -148,16 +170,9 @@ def _before(x: torch.Tensor, first: float) -> torch.Tensor:
     return torch.cat([x.new_full((x.shape[0], 1, x.shape[2]), first), x[:, :-1]], dim=1)
 
 
-def prepare(
-    s: Sizes,
-    block: Block,
-    ws: Workspace,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-) -> Prepared:
+def prepare(s: Sizes, block: Block, ws: Workspace, call: ChunkForward) -> Prepared:
     """Everything of a block that does not depend on the state."""
+    q, k, _, g, beta, *_ = call
     _, M, C = block
     n = M * s.N
     rows = C if s.reads else 0  # of keys
@@ -215,34 +230,36 @@ def prepare(
     )  # fmt: skip
 
 
-def forward(
-    s: Sizes,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-    keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output [B, T, HO, V] and final state [B, HV, K, V].
+def _fake_forward(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    s, v = Sizes.of(call), call.v
+    chunks = (s.T + CHUNK - 1) // CHUNK if call.keep else 0
+    return (
+        v.new_empty(s.B, s.T, s.R * s.HV, s.V),
+        v.new_empty(s.B, s.HV, s.K, s.V, dtype=s.dtype),
+        v.new_empty(chunks * s.N, s.K, s.V, dtype=s.dtype),
+        v.new_empty(s.T * s.N if call.keep else 0, s.V, dtype=s.dtype),
+    )
 
-    With `keep` also S [chunks*N, K, V] and V' [T*N, V] of every chunk, which the backward pass reads; else empty.
-    """
+
+@operator(_fake_forward)
+def torch_chunk_forward(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output [B, T, HO, V], final state [B, HV, K, V], and the fields of `Kept` (empty unless `keep`)."""
+    with no_autocast(call.q.device):
+        return _forward(call)
+
+
+def _forward(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    s, v, state = Sizes.of(call), call.v, call.initial_state
+    o, final, all_states, all_values = _fake_forward(call)
     N = s.N
     ws = Workspace(s.dtype, v.device)
-    o = torch.empty(s.B, s.T, s.R * s.HV, s.V, dtype=v.dtype, device=v.device)
-    current = torch.zeros(N, s.K, s.V, dtype=s.dtype, device=v.device)
-    if state is not None:
-        current.copy_(state.reshape(N, s.K, s.V))
-    chunks = -(-s.T // CHUNK) if keep else 0
-    all_states = torch.empty(chunks * N, s.K, s.V, dtype=s.dtype, device=v.device)
-    all_values = torch.empty(s.T * N if keep else 0, s.V, dtype=s.dtype, device=v.device)
+    current = final.view(N, s.K, s.V)
+    current.copy_(state.reshape(N, s.K, s.V)) if state is not None else current.zero_()
     for block in s.blocks():
         _, M, C = block
-        p = prepare(s, block, ws, q, k, g, beta)
+        p = prepare(s, block, ws, call)
         values = ws.get("values", M * N, C, s.V)
-        if keep:
+        if call.keep:
             states, values = block.kept(s, all_states, all_values)
             S_of = (*states.split(N), current)
             S_of[0].copy_(current)
@@ -273,4 +290,4 @@ def forward(
             torch.mul(S_of[m], last_of[m], out=S_of[m + 1]).baddbmm_(k_of[m].mT, wanted)
         out.baddbmm_(p.scores, values).mul_(p.inv_q * s.scale)
         block.view(o).copy_(out.view(M, s.B, s.HV * s.R, C, s.V))
-    return o, current.view(s.B, s.HV, s.K, s.V), all_states, all_values
+    return o, final, all_states, all_values

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deltanet_kernels.arguments import Upstream
 from deltanet_kernels.common.config import MIN_HALF_SIZE, check_supported, slices, tile_width
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
@@ -22,7 +23,6 @@ from deltanet_kernels.common.registration import Registered, differentiable_call
 from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, ChunkConfig
-from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward, Results, scores_and_inverse, segment_starts
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel

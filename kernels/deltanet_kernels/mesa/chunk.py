@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from deltanet_kernels.arguments import Upstream
 from deltanet_kernels.channel_gates.chunk import unit_rows
 from deltanet_kernels.common.config import MAX_HEAD_SIZE, slices, tile_width
 from deltanet_kernels.common.device import capability, multiprocessors
@@ -32,7 +33,7 @@ from deltanet_kernels.common.rows import unit_stride
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, chunk_config
-from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
+from deltanet_kernels.gated_delta_rule.chunk_backward import chunk_backward
 from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward
 from deltanet_kernels.gated_delta_rule.chunk_forward import Kept as KeptByRule
 from deltanet_kernels.gated_delta_rule.launch_plan import ChunkForm
