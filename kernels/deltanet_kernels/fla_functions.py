@@ -6,9 +6,9 @@ import torch
 
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import Erase, RuleCall
-from deltanet_kernels.channel_gates.fine_gates import present, recurrent_with_fine_gates
+from deltanet_kernels.fine_gates import present, recurrent_with_fine_gates
 from deltanet_kernels.gated_delta_rule.drop_in import check_chunk_size, read_others, through_plain
-from deltanet_kernels.gated_delta_rule.operators import chunk_rule, recurrent_rule
+from deltanet_kernels.operators import chunk_rule, recurrent_rule
 
 
 def chunk_gated_delta_rule(

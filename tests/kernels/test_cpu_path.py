@@ -3,14 +3,13 @@
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_gated_delta_rule, operators
+from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.cpu_forward import (
     FLOOR,
     Block,
@@ -126,8 +125,8 @@ def two(call: OnCuda) -> int:
     return 2
 
 
-def falls_back_with_one_warning(triton: Callable[[], Any], words: str) -> None:
-    operator = dispatch.Operator("doubled", OnCuda, check=lambda _: None, cpu=two, triton=triton)
+def falls_back_with_one_warning(words: str) -> None:
+    operator = dispatch.Operator("doubled", OnCuda, lambda _: None, two)
     with pytest.warns(RuntimeWarning, match=words):
         assert operator() == 2
     with warnings.catch_warnings():
@@ -135,14 +134,16 @@ def falls_back_with_one_warning(triton: Callable[[], Any], words: str) -> None:
         assert operator() == 2
 
 
-def test_fallback_warns_once_with_the_reason() -> None:
+def test_fallback_warns_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltanet_kernels import triton_forms
+
     def refuse(call: OnCuda) -> int:
         raise NotImplementedError("head size 1024 is too large")
 
-    falls_back_with_one_warning(lambda: refuse, "doubled: .* much slower .*head size 1024 is too large")
+    monkeypatch.setitem(triton_forms.FORMS, "doubled", refuse)
+    falls_back_with_one_warning("doubled: .* much slower .*head size 1024 is too large")
 
 
 def test_missing_triton_side_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deltanet_kernels.conv", None)
-    words = "doubled: .*cannot be imported: .*deltanet_kernels.conv"
-    falls_back_with_one_warning(operators._conv, words)
+    monkeypatch.setitem(sys.modules, "deltanet_kernels.triton_forms", None)
+    falls_back_with_one_warning("doubled: .*cannot be imported: .*deltanet_kernels.triton_forms")

@@ -3,8 +3,7 @@
     S_t = Diag(e^{g_t}) S_{t-1} + beta_t k_t (v_t - p_t^T Diag(e^{g_t}) S_{t-1})^T        o_t = scale * q_t^T S_t
 
 `reference.py` has the recurrence, `cpu.py` the chunked form in PyTorch, `chunk.py` and `recurrent.py` launch the Triton
-kernels; `config.py` holds the sizes that they are launched with. `operators.py` declares the operators, whose arguments
-are in `calls.py`.
+kernels; `config.py` holds the sizes that they are launched with. `calls.py` has the arguments of the operators.
 
     stage                          file                      when
     -----------------------------  ------------------------  ----------------------------------------------------------
@@ -17,7 +16,7 @@ are in `calls.py`.
     gradients of pairs of tokens   gradients_pairs.py        the same
     gradients of q, k, p, g, beta  gradients_inputs.py       the same
     recurrence, short inputs       recurrent.py              CUDA, without gradients
-    gates per channel or value     fine_gates.py             the recurrence called as flash-linear-attention's
+    gates per channel or value     ../fine_gates.py          the recurrence called as flash-linear-attention's
 
 Glossary, for one state head and a chunk of C tokens with rows i and columns j; the rest is in the glossary of
 `gated_delta_rule`:

@@ -14,7 +14,7 @@ import torch
 
 from deltanet_kernels.channel_gates.calls import ChannelCall, check_channel_rule
 from deltanet_kernels.common.heads import l2_normalize, spans
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 
 
 @by_arguments(ChannelCall)

@@ -3,7 +3,7 @@
 import torch
 
 from deltanet_kernels.deltaformer.solve import DeltaFormerCall
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 
 
 @by_arguments(DeltaFormerCall)

@@ -15,5 +15,4 @@ spans:
     attention.py   launches them and registers the operator with PyTorch
     config.py      tile sizes, and the number of spans
     calls.py       the arguments, and their check
-    operators.py   the operator
 """

@@ -9,7 +9,7 @@ what the launches of a call share; `chunk.py` is the Triton form of the chunked 
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------
     public functions               ../fla_functions.py       any call, with the arguments of flash-linear-attention
-    operators                      operators.py              what they call, and callers whose arguments need
+    operators                      ../operators.py           what they call, and callers whose arguments need
                                                              no check; PyTorch or Triton: ../dispatch.py
     recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
     calls in other dtypes, layouts drop_in.py                before the others, for calls that the kernels do not take

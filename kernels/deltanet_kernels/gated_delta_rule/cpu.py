@@ -20,11 +20,11 @@ import torch
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall, Upstream
 from deltanet_kernels.common.registration import differentiable_call
-from deltanet_kernels.dispatch import by_arguments
 from deltanet_kernels.gated_delta_rule.cpu_backward import DIFFERENTIATED, torch_chunk_backward
 from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, ChunkForward, Kept, torch_chunk_forward
 from deltanet_kernels.gated_delta_rule.drop_in import through_plain
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
+from deltanet_kernels.signatures import by_arguments
 
 _chunk = differentiable_call(
     torch_chunk_forward, torch_chunk_backward, DIFFERENTIATED, Upstream, Kept, without=["initial_state"]
@@ -101,7 +101,8 @@ def _run_packed(call: ChunkForward, offsets: list[int]) -> tuple[torch.Tensor, t
             flat, mask = index.flatten().to(device), valid.to(device).unsqueeze(-1)
             parts = [x[0].index_select(0, flat).unflatten(0, index.shape) for x in tokens]
             parts[3:] = (torch.where(mask, x, 0.0) for x in parts[3:])
-        o, final = _run(ChunkForward(*parts, first_state, *call[6:]))
+        packed = dict(zip(call._fields, (*parts, first_state), strict=False))
+        o, final = _run(call._replace(**packed))  # type: ignore[arg-type]
         outputs.append(o.flatten(0, 1))
         states.append(final)
         rows += len(members) * width

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.heads import l2_normalize, spans
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 
 
 def log_decay_and_strength(

@@ -10,7 +10,6 @@ caller shifts: queries from token 32 N on, and keys, values and gates up to 32 N
 
     file                  computes
     --------------------  -----------------------------------------------------------------------------------------
-    operators.py          the operator, by cpu.py or chunk.py
     reference.py          group by group by the recurrence: the tests' ground truth
     cpu.py                the form in PyTorch, differentiable
     chunk.py              the form on CUDA, differentiable: its launches

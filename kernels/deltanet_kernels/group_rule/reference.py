@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.common.heads import l2_normalize
-from deltanet_kernels.dispatch import by_arguments
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 from deltanet_kernels.group_rule.calls import GROUP, GroupRuleCall, check_group_rule
+from deltanet_kernels.signatures import by_arguments
 
 
 @by_arguments(GroupRuleCall)

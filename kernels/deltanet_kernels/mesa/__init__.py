@@ -10,7 +10,6 @@ w_s = beta_s e^{g_{s+1} + ... + g_t}. The delta rule takes one gradient step per
 
     file                    computes
     ----------------------  ---------------------------------------------------------------------------------------
-    operators.py            the operator, by cpu.py or chunk.py
     reference.py            the recurrence with a direct solver; the tests' ground truth
     solve.py                the linear systems of all tokens by conjugate gradients, and their gradient, in PyTorch
     cpu.py                  the chunk form in PyTorch, differentiable

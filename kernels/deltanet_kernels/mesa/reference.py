@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.common.heads import spans, to_states
-from deltanet_kernels.dispatch import by_arguments
 from deltanet_kernels.mesa.calls import MesaCall, MesaState, check_mesa
+from deltanet_kernels.signatures import by_arguments
 
 
 @by_arguments(MesaCall)

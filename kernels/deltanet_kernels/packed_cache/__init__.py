@@ -16,5 +16,4 @@ token, and its first four tokens are in 8 bits. A group is packed when the first
     launches.py    launches them and registers the operators with PyTorch
     calls.py       the arguments of each operator, as one typed object
     checks.py      argument checks
-    operators.py   the operators
 """

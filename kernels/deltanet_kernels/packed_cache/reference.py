@@ -35,9 +35,9 @@ from deltanet_kernels.packed_cache.layout import (
     tokens_of,
     unpacked,
 )
-from deltanet_kernels.window.cpu import flash_attention
+from deltanet_kernels.window.calls import WindowCall
+from deltanet_kernels.window.cpu import flash_attention, torch_window_attention
 from deltanet_kernels.window.masked import by_flash
-from deltanet_kernels.window.operators import window_attention
 
 
 def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
         o, lse = flash_attention(q, keys, values, window, sinks, scale, (k, v, GROUP), edge)
         return o.to(call.q.dtype), lse
     keys, values = (_rounded(x, y) for x, y in zip((k, v), others, strict=True))
-    near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap, edge)
+    near, lse = torch_window_attention(WindowCall(q, keys, values, window, sinks, scale, None, softcap, edge))
     padded = -length % GROUP
 
     def grouped(x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@
     gates.py      log decay and write strength from their logits
     cpu.py        both in PyTorch: CPU tensors, and CUDA calls that the kernels do not support
     calls.py      the arguments of each operator, and their checks
-    operators.py  the operators
 
 What follows the recurrence, the output norm and gate and the mixture with a window, is in `window/mixture.py`. Decoding
 has kernels of its own (`gated_delta_rule/step.py`), training the differentiable operators.

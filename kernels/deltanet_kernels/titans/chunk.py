@@ -22,7 +22,7 @@ from deltanet_kernels.common.chunk_layout import ChunkLayout
 from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 from deltanet_kernels.titans.calls import TitansCall, TitansState, check_titans
 
 CHUNK = 64

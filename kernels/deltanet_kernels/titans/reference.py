@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import spans, to_states
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 from deltanet_kernels.titans.calls import TitansCall, TitansState, check_titans
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import to_states
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 from deltanet_kernels.ttt.calls import InnerNorm, TTTCall, TTTState, check_ttt
 from deltanet_kernels.ttt.grid import Grid
 from deltanet_kernels.ttt.linear import linear_chunks

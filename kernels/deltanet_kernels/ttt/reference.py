@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.heads import spans, to_states
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 from deltanet_kernels.ttt.calls import InnerNorm, TTTCall, TTTState, check_ttt
 from deltanet_kernels.ttt.inner_norm import loss_gradient, normalise, with_one
 

@@ -24,7 +24,6 @@ if j <= i and (i - j < window or j < sinks). Every kernel splits these pairs in 
     softcap.py     scores in units of log 2, capped or not
     config.py      tile sizes
     calls.py       the arguments of each operator, and their checks
-    operators.py   the operators
 
 Glossary, for one sequence and one query head:
 

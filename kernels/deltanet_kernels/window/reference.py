@@ -2,7 +2,7 @@
 
 import torch
 
-from deltanet_kernels.dispatch import by_arguments
+from deltanet_kernels.signatures import by_arguments
 from deltanet_kernels.window.calls import WindowCall
 
 

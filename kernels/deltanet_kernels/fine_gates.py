@@ -13,10 +13,9 @@ import torch
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.channel_gates.calls import ChannelCall
-from deltanet_kernels.channel_gates.operators import fused_recurrent_channel_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.drop_in import Result, in_layout, plain
-from deltanet_kernels.gated_delta_rule.operators import recurrent_rule
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
+from deltanet_kernels.operators import fused_recurrent_channel_gated_delta_rule, recurrent_rule
 
 
 def present(v: torch.Tensor, gate: torch.Tensor | None, fill: float) -> torch.Tensor:
