@@ -24,11 +24,8 @@ from tests.kernels.cases import (
     as_double,
     assert_as_good,
     assert_close,
-    assert_integers_exact,
-    assert_repeats,
     make_inputs,
     plainly_in,
-    relative_error,
     results,
 )
 from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, by_triton
@@ -169,39 +166,6 @@ def test_a_query_sees_exactly_the_groups_before_its_own(form: Any, monkeypatch: 
             assert (size[:seen] > 0).all(), (name, t)
 
 
-@pytest.mark.parametrize("output", ["o", "final_state"])
-def test_gradient_of_one_output(output: str) -> None:
-    given = arguments(Case("one output", T=40, HQ=2), torch.float32, DEVICE)
-    found, wanted = (results(function, given, (output,)) for function in (triton, naive_group_gated_delta_rule))
-    assert_close(found, wanted, 2e-6)
-
-
-def test_strides_of_every_kind() -> None:
-    """q, k, v as slices of one tensor, expanded gates, a gradient with zero strides."""
-    torch.manual_seed(0)
-    joined = torch.randn(1, 40, 96, device=DEVICE)
-    q, k, v = (x.unflatten(-1, (2, 16)) for x in joined.split(32, dim=-1))
-    g, beta = -torch.rand(1, 40, 1, device=DEVICE).expand(1, 40, 2), torch.rand(1, 1, 2, device=DEVICE)
-    answers = []
-    for function in (triton, naive_group_gated_delta_rule):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta.expand(1, 40, 2))]
-        o, _ = function(*leaves, use_qk_l2norm_in_kernel=True)
-        answers.append([o, *torch.autograd.grad(o.sum(), leaves)])
-    for x, y in zip(*answers, strict=True):
-        assert relative_error(x, y) < 1e-5
-
-
-def test_registered_operator_is_sound() -> None:
-    """Schema and fake implementation agree with what the operator does."""
-    given = arguments(Case("opcheck", T=9, HQ=2), torch.float32, DEVICE)
-    tensors = [given[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
-    torch.library.opcheck(
-        torch.ops.deltanet.group_forward.default,
-        (*tensors, 1.0, True, True, True, 4),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-
-
 def test_refusals() -> None:
     given = arguments(Case("refused", T=33, H=2))
     with pytest.raises(ValueError, match=r"v: got shape \[1, 32, 2, 16\], needs"):
@@ -233,22 +197,6 @@ def test_every_head_size_and_group(K: int, HQ: int, T: int) -> None:
     case = Case("grouped", T=T, H=min(HQ, 2), HQ=HQ, K=K)
     found = results(triton, arguments(case, torch.bfloat16, DEVICE))
     assert_close(found, truth_of(case, torch.bfloat16), 1.5 * torch.finfo(torch.bfloat16).eps)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("form", [triton, segmented], ids=["uncut", "segments"])
-def test_integers_bit_for_bit(form: Any, K: int, half: torch.dtype) -> None:
-    assert_integers_exact(form, naive_group_gated_delta_rule, half, K)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("form", [triton, segmented], ids=["uncut", "segments"])
-def test_hundred_runs_are_identical(form: Any, K: int) -> None:
-    given = arguments(Case("repeat", T=320, B=2, H=2, K=K), torch.bfloat16, DEVICE)
-    assert_repeats(lambda: results(form, given), 100)
 
 
 @pytest.mark.gpu

@@ -5,15 +5,17 @@ Without a GPU they run in Triton's interpreter: float32, a selection of the case
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from deltanet_kernels import naive_channel_gated_delta_rule
-from tests.kernels.cases import assert_as_good, assert_close, assert_repeats, plainly_in, relative_error, results
+from deltanet_kernels import (
+    chunk_channel_gated_delta_rule,
+    fused_recurrent_channel_gated_delta_rule,
+    naive_channel_gated_delta_rule,
+)
+from tests.kernels.cases import assert_as_good, assert_close, plainly_in, relative_error, results
 from tests.kernels.channel_cases import CHANNEL_CASES, ChannelCase, channel_truth, make_channel_inputs
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, by_triton
 
 INTERPRETED = {
     "T=1", "T=65", "gdn2", "one key head, 2 queries, 4 values", "packed, nothing but empty", "strong gates, gdn2",
@@ -23,18 +25,8 @@ CHOSEN = [case for case in CHANNEL_CASES if GPU or case.name in INTERPRETED]
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def triton_chunk(**inputs: Any) -> Any:
-    from deltanet_kernels.channel_gates.calls import ChannelCall
-    from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
-
-    return chunk_channel_gated_delta_rule_triton(ChannelCall(**inputs))
-
-
-def triton_recurrent(**inputs: Any) -> Any:
-    from deltanet_kernels.channel_gates.calls import ChannelCall
-    from deltanet_kernels.channel_gates.recurrent import fused_recurrent_channel_gated_delta_rule_triton
-
-    return fused_recurrent_channel_gated_delta_rule_triton(ChannelCall(**inputs))
+triton_chunk = by_triton(chunk_channel_gated_delta_rule)
+triton_recurrent = by_triton(fused_recurrent_channel_gated_delta_rule)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
@@ -47,32 +39,6 @@ def test_half_precision() -> None:
     """The 16-bit paths of the kernels, which the interpreter computes rightly in float16 only."""
     inputs = make_channel_inputs(ChannelCase("half", T=70, g="strong", rule="gdn2"), torch.float16, DEVICE)
     assert_close(results(triton_chunk, inputs), channel_truth(inputs), 1.5 * torch.finfo(torch.float16).eps)
-
-
-@pytest.mark.parametrize("output", ["o", "final_state"])
-def test_gradient_of_one_output(output: str) -> None:
-    inputs = make_channel_inputs(ChannelCase("one output", T=20, HQ=2), torch.float32, DEVICE)
-    found, wanted = (
-        results(function, inputs, (output,)) for function in (triton_chunk, naive_channel_gated_delta_rule)
-    )
-    assert_close(found, wanted, 1e-5)
-
-
-def test_strides_of_every_kind() -> None:
-    """q, k, v as slices of one tensor, expanded gates, a gradient with zero strides."""
-    torch.manual_seed(0)
-    joined = torch.randn(1, 20, 96, device=DEVICE)
-    q, k, v = (x.unflatten(-1, (2, 16)) for x in joined.split(32, dim=-1))
-    g, beta = -torch.rand(1, 20, 2, 1, device=DEVICE).expand(1, 20, 2, 16), torch.rand(1, 1, 2, device=DEVICE)
-    found: list[torch.Tensor] = []
-    wanted: list[torch.Tensor] = []
-    for function, into in ((triton_chunk, found), (naive_channel_gated_delta_rule, wanted)):
-        leaves = {"q": q, "k": k, "v": v, "g": g, "beta": beta.expand(1, 20, 2), "erase_key": k / 4}
-        leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
-        o, _ = function(**leaves)
-        into += [o, *torch.autograd.grad(o.sum(), list(leaves.values()))]
-    for x, y in zip(found, wanted, strict=True):
-        assert relative_error(x, y) < 1e-5
 
 
 RECURRENT = [
@@ -101,28 +67,9 @@ def test_recurrent_calls_with_gradients_take_the_chunks() -> None:
     assert gradient.abs().sum() > 0
 
 
-def test_refused_calls_name_the_reason() -> None:
-    x = torch.randn(1, 2, 1, 160, device=DEVICE)
-    beta = torch.rand(1, 2, 1, device=DEVICE)
-    with pytest.raises(NotImplementedError, match="head sizes 160 and 160"):
-        triton_chunk(q=x, k=x, v=x, g=-x.abs(), beta=beta)
-    x = x[..., :16].double()
+def test_recurrent_calls_are_refused_with_the_reason() -> None:
     with pytest.raises(NotImplementedError, match="float64"):
-        triton_recurrent(q=x, k=x, v=x, g=-x.abs(), beta=beta)
-
-
-def test_registered_operator_is_sound() -> None:
-    """Schema, fake implementation and gradient registration agree with what the operator does."""
-    import deltanet_kernels.channel_gates.chunk  # noqa: F401 (registers it)
-
-    inputs = make_channel_inputs(ChannelCase("opcheck", T=9, HQ=2, rule="gdn2"), torch.float32, DEVICE)
-    names = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
-    arguments = [inputs[name].detach() for name in names]
-    torch.library.opcheck(
-        torch.ops.deltanet.channel_chunk_forward.default,
-        (*arguments, None, 1.0, True, True, True, "ieee"),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+        triton_recurrent(**make_channel_inputs(ChannelCase("double", T=2), torch.float64, DEVICE))
 
 
 # On the GPU only: low precision, every head size, bits.
@@ -146,10 +93,3 @@ def test_every_head_size_and_group(K: int, HQ: int, rule: str) -> None:
         inputs = make_channel_inputs(ChannelCase("grouped", T=200, H=2, HQ=HQ, K=K, g=kind, rule=rule),
                                      torch.bfloat16, DEVICE)  # fmt: skip
         assert_close(results(triton_chunk, inputs), channel_truth(inputs), 1.5 * torch.finfo(torch.bfloat16).eps)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("K", [64, 128])
-def test_hundred_runs_are_identical(K: int) -> None:
-    inputs = make_channel_inputs(ChannelCase("repeat", T=300, B=2, H=2, K=K, rule="gdn2"), torch.bfloat16, DEVICE)
-    assert_repeats(lambda: results(triton_chunk, inputs), 100)

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 
-from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import chips
 from tests.kernels.cases import (
     CASES,
@@ -17,8 +16,6 @@ from tests.kernels.cases import (
     Case,
     assert_as_good,
     assert_close,
-    assert_integers_exact,
-    assert_repeats,
     make_inputs,
     plainly_in,
     relative_error,
@@ -67,32 +64,6 @@ def test_one_kernel_for_all_gradients(case: Case, one_kernel: list[str]) -> None
     assert chips.GRADIENTS in one_kernel
 
 
-@pytest.mark.parametrize(
-    ("output", "erase"), [("o", "decayed"), ("final_state", "decayed"), ("final_state", "undecayed")]
-)
-def test_gradient_of_one_output(output: str, erase: str) -> None:
-    case = Case("one output", T=40, H=1, HQ=2, erase=erase)
-    inputs = make_inputs(case, torch.float32, DEVICE)
-    assert_close(results(partial(triton_chunk, segments=1), inputs, (output,)), truth(inputs, (output,)), 3e-6)
-
-
-def test_strides_of_every_kind() -> None:
-    """q, k, v as slices of one tensor, g and beta expanded, a gradient with zero strides."""
-    torch.manual_seed(0)
-    B, T, H, K = 1, 40, 2, 16
-    joined = torch.randn(B, T, 3 * H * K, device=DEVICE)
-    q, k, v = (x.unflatten(-1, (H, K)) for x in joined.split(H * K, dim=-1))
-    g, beta = (torch.rand(1, T, 1, device=DEVICE).expand(B, T, H) for _ in range(2))
-    found, wanted = [], []
-    for function, into in ((triton_chunk, found), (naive_gated_delta_rule, wanted)):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v, -g, beta)]
-        assert not leaves[0].is_contiguous()
-        o, _ = function(*leaves, use_qk_l2norm_in_kernel=True)
-        into += [o, *torch.autograd.grad(o.sum(), leaves)]
-    for x, y in zip(found, wanted, strict=True):
-        assert relative_error(x, y) < 3e-6
-
-
 @pytest.mark.parametrize("HQ", [2, 4])
 def test_forward_without_gradient_is_the_same_and_keeps_nothing(HQ: int) -> None:
     """Two query heads a state are read in the state pass, four in a pass of their own."""
@@ -107,32 +78,6 @@ def test_forward_without_gradient_is_the_same_and_keeps_nothing(HQ: int) -> None
         1.0, True, False, True, False, "ieee", 1, "decayed",
     )[2:]  # fmt: skip
     assert all(x.numel() == 0 for x in kept)
-
-
-def test_refused_calls_name_the_reason() -> None:
-    x = torch.randn(1, 2, 1, 300, device=DEVICE)
-    gates = torch.rand(1, 2, 1, device=DEVICE)
-    with pytest.raises(NotImplementedError, match="head sizes 300 and 300"):
-        triton_chunk(x, x, x, -gates, gates)
-    x = x[..., :16].double()
-    with pytest.raises(NotImplementedError, match="float64"):
-        triton_chunk(x, x, x, -gates, gates)
-
-
-@pytest.mark.parametrize(
-    ("segments", "case"),
-    [(1, Case("opcheck", T=20, HQ=2)), (4, Case("opcheck", T=20, HQ=2)), *((1, SMALL[i]) for i in (0, 2))],
-    ids=str,
-)
-def test_registered_operator_is_sound(segments: int, case: Case) -> None:
-    """Schema, fake implementation and gradient registration agree with what the operator does."""
-    inputs = make_inputs(replace(case, T=20), torch.float32, DEVICE)
-    arguments = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
-    torch.library.opcheck(
-        torch.ops.deltanet.chunk_forward.default,
-        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", segments, case.erase),
-        test_utils=("test_schema", "test_faketensor"),
-    )
 
 
 @pytest.mark.parametrize("erase", ["decayed", "undecayed"])
@@ -195,14 +140,6 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("segments", [1, 3])
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_integers_bit_for_bit(K: int, segments: int, half: torch.dtype) -> None:
-    assert_integers_exact(partial(triton_chunk, segments=segments), naive_gated_delta_rule, half, K)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128, 256])
 @pytest.mark.parametrize("HQ", [2, 4, 8])
 def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
@@ -211,14 +148,6 @@ def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
     with torch.no_grad():
         o, _ = triton_chunk(**inputs)
     assert relative_error(o, truth(inputs)["o"]) < torch.finfo(torch.bfloat16).eps
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize(("erase", "times"), [("decayed", 1000), ("off", 100), ("undecayed", 100)])
-def test_many_runs_are_identical(K: int, erase: str, times: int) -> None:
-    inputs = make_inputs(Case("repeat", T=300, B=2, H=2, K=K, erase=erase), torch.bfloat16, DEVICE)
-    assert_repeats(lambda: results(triton_chunk, inputs), times)
 
 
 @pytest.mark.gpu

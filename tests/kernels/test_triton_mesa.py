@@ -12,32 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_kernels import MesaState, chunk_mesa, naive_mesa
+from deltanet_kernels import chunk_mesa, naive_mesa
 from tests.kernels.state_cases import SHAPES, Results, Shape, assert_same, draw, mesa_arguments, results, single
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, by_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 GRADIENTS = ("q", "k", "v", "g", "beta", "ridge")
 
 
-def triton_mesa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    ridge: Tensor,
-    initial_state: MesaState | None = None,
-    steps: int = 16,
-    **options: Any,
-) -> Any:
-    """`chunk_mesa` by the Triton kernels on any device."""
-    from deltanet_kernels.mesa.calls import MesaCall, check_mesa
-    from deltanet_kernels.mesa.chunk import chunk_mesa_triton
-
-    call = MesaCall(q, k, v, g, beta, ridge, initial_state=initial_state, steps=steps, **options)
-    check_mesa(call)
-    return chunk_mesa_triton(call)
+triton_mesa = by_triton(chunk_mesa)
 
 
 def on_device(given: dict[str, Any]) -> dict[str, Any]:
@@ -126,61 +109,6 @@ def test_16_bit_inputs() -> None:
     assert_same(in_double(found), results(naive_mesa, exact), torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("output", ["o", "final"])
-def test_gradient_of_one_output(output: str) -> None:
-    def gradients(rule: Any, given: dict[str, Any]) -> list[Tensor]:
-        leaves = {name: given[name].requires_grad_() for name in GRADIENTS}
-        o, final = rule(**(given | leaves))
-        read = o if output == "o" else final.values.square() + final.keys.sum()
-        found = torch.autograd.grad(read.square().sum(), list(leaves.values()), allow_unused=True)
-        return [torch.zeros_like(x) if y is None else y for x, y in zip(leaves.values(), found, strict=True)]
-
-    given = mesa_arguments(Shape("", T=20, H=2, HQ=2, HV=2, K=4, V=4))
-    pairs = [gradients(triton_mesa, on_device(given)), gradients(naive_mesa, given)]
-    assert_same(in_double((pairs[0], [])), (pairs[1], []), 2e-5)
-
-
-def test_strides_of_every_kind() -> None:
-    """q, k, v as slices of one tensor, expanded gates, a gradient with zero strides."""
-    joined = draw(4)(1, 40, 48)
-    ridge = torch.ones(2, 8, dtype=torch.float64)
-
-    def found(rule: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
-        x = joined.to(device, dtype).requires_grad_()
-        beta = torch.full((1, 1, 2), 0.5, device=device, dtype=dtype, requires_grad=True)
-        q, k, v = (part.unflatten(-1, (2, 8)) for part in x.split(16, dim=-1))
-        o, _ = rule(q, k, v, -beta.expand(1, 40, 2) / 4, beta.expand(1, 40, 2), ridge.to(device, dtype))
-        return [o.detach(), *torch.autograd.grad(o.sum(), (x, beta))]
-
-    ours = found(triton_mesa, DEVICE, torch.float32)
-    wanted = found(naive_mesa, "cpu", torch.float64)
-    assert_same(in_double((ours, [])), (wanted, []), 2e-5)
-
-
-def test_refused_calls_name_the_reason() -> None:
-    x = torch.randn(1, 2, 1, 160, device=DEVICE)
-    beta = torch.rand(1, 2, 1, device=DEVICE)
-    for q, v, message in ((x, x, "head sizes 160 and 160"), (x[..., :100], x, "head sizes 100 and 160")):
-        with pytest.raises(NotImplementedError, match=message):
-            triton_mesa(q, q, v, -beta, beta, q.new_ones(1, q.shape[3]))
-    q = x[..., :16].double()
-    with pytest.raises(NotImplementedError, match="float64"):
-        triton_mesa(q, q, q, -beta, beta, torch.ones(1, 16, device=DEVICE))
-
-
-def test_registered_operator_is_sound() -> None:
-    """Schema, fake implementation and gradient registration agree with what the operator does."""
-    import deltanet_kernels.mesa.chunk  # noqa: F401 (registers it)
-
-    given = on_device(mesa_arguments(Shape("", T=9, HQ=2), state=False))
-    for keep in (True, False):
-        torch.library.opcheck(
-            torch.ops.deltanet.mesa_forward.default,
-            (*(given[name] for name in GRADIENTS), None, None, 1.0, 8, True, keep),
-            test_utils=("test_schema", "test_faketensor"),
-        )
-
-
 # On the GPU only: the dispatch, every size of tiles, ill-conditioned keys, bits.
 
 
@@ -207,17 +135,6 @@ def test_keys_that_share_most_of_their_power(size: int) -> None:
     wanted = results(naive_mesa, given)
     for ours, theirs in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
         assert (ours - theirs).norm() < 3e-4 * theirs.norm()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [64, 128])
-def test_hundred_runs_are_identical(size: int) -> None:
-    given = on_device(mesa_arguments(Shape("", T=300, B=2, H=2, HQ=2, HV=2, K=size, V=size)))
-    first = results(chunk_mesa, given)
-    for _ in range(100):
-        again = results(chunk_mesa, given)
-        for ours, theirs in zip((*first[0], *first[1]), (*again[0], *again[1]), strict=True):
-            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.gpu
