@@ -1,6 +1,6 @@
 """Gated DeltaProduct: the layer against its recurrence, and what only it has.
 
-Padding, packing and decoding are in `test_every_family_and_rule.py` and `test_mapped_variants.py`.
+Padding, packing and decoding are in `test_every_family_and_rule.py`.
 """
 
 from __future__ import annotations

@@ -13,9 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.model_types import UNPACKABLE, family_type
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.unwrapped import decoder_layers
 from support.float64 import Float64, double
+from support.read_in_parts import read_in_parts
 from support.registry import IN_FULL
 from support.tiny_models import HYBRID, ONE_NORM, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
 
@@ -32,6 +35,31 @@ STUDENTS: dict[str, Callable[[str], PreTrainedModel]] = {
     ),
     "mixed heads": lambda family: tiny_mixture(family, mixed_mixture_table()),
 }
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # options of the rules, beside their defaults
+    "elu": ("llama", {"mixer": "linear", "feature_map": "elu", "expand_kv": False}),
+    "taylor": ("gemma3_text", {"mixer": "linear", "feature_map": "taylor", "feature_dim": 3, "expand_kv": False}),
+    "normalised": ("phi3", {"mixer": "deltanet", "normalised": True}),
+    "normalised, grouped": ("llama", {"mixer": "deltanet", "normalised": True, "expand_kv": False}),
+    "implicit": ("phi3", {"mixer": "efla", "flow_step": "implicit", "expand_kv": False}),
+    # With seed 0, the random weights enlarge the rounding of float32 tenfold; in float64 the difference is 1e-12.
+    "explicit": ("gemma3_text", {"mixer": "efla", "flow_step": "explicit", "shared_kv": True, "seed": 1}),
+    "up to 2": ("llama", {"mixer": "comba", "allow_neg_eigval": True, "expand_kv": False}),
+    "conv on k": ("llama", {"conv_on": "k"}),
+    "conv on k, shared": ("phi3", {"conv_on": "k", "shared_kv": True, "window": 5, "sinks": 1}),
+    "conv on k, two writes": ("qwen3", {"mixer": "deltaproduct", "conv_on": "k"}),
+    "three writes, grouped": ("llama", {"mixer": "deltaproduct", "num_householder": 3, "expand_kv": False}),
+    "two writes, norms over all heads": ("olmo2", {"mixer": "deltaproduct", "conv_size": 0, "seed": 1}),
+    "two writes, no norm": ("phi3", {"mixer": "deltaproduct", "v_activation": "silu", "output_norm": "none"}),
+    "retention, grouped": ("gemma3_text", {"mixer": "retention", "expand_kv": False}),
+    "deltanet, grouped": ("phi3", {"mixer": "deltanet", "expand_kv": False}),
+    "shared states": ("llama", {"layers": HYBRID, "mixer": "mesa", "expand_kv": False, "conv_size": 0}),
+    "momentum, shared states, window": (
+        "llama", {"layers": HYBRID, "mixer": "titans", "expand_kv": False, "window": 5, "sinks": 2},
+    ),
+    "inner norm, shared states": (
+        "llama", {"layers": HYBRID, "mixer": "ttt", "inner_norm": True, "mini_batch": 4, "expand_kv": False},
+    ),
+}  # fmt: skip
 IN_EVERY_FAMILY = ("window", "mixed heads")  # students with both kinds of layers, and of heads
 # Families that are plain, have sliding layers, or fused projections: those of the other students, and of "mixed heads"
 # by default.
@@ -67,14 +95,16 @@ def cases() -> Iterator[tuple[str, Callable[[], PreTrainedModel], bool]]:
         for family in families_of(mixer, turn):
             make = functools.partial(tiny_student, family, layers=HYBRID, mixer=mixer)
             yield f"{family}-{mixer}", make, family == "llama"
+    for what, (family, changes) in VARIANTS.items():
+        yield f"{family}-{what}", functools.partial(tiny_student, family, **changes), True
 
 
 CASES = list(cases())
 
 
-def students(all_mixers: bool) -> Any:
-    """Runs a test over the students; unless `all_mixers`, over mixers that are not in `IN_FULL` in llama alone, and by
-    default without these and with three families of "window"."""
+def students(all_mixers: bool, left_out: tuple[str, ...] = ()) -> Any:
+    """Runs a test over the students that are not left out; unless `all_mixers`, over mixers that are not in `IN_FULL`
+    in llama alone, and by default without these and with three families of "window"."""
     brief = set()
     if not all_mixers:
         brief = {f"llama-{mixer}" for mixer in MIXERS}
@@ -82,12 +112,16 @@ def students(all_mixers: bool) -> Any:
     parameters = [
         pytest.param(make, id=name, marks=() if quick and name not in brief else pytest.mark.slow)
         for name, make, quick in CASES
-        if all_mixers or name in brief or name.partition("-")[2] in STUDENTS
+        if name.partition("-")[2] not in left_out
+        and (all_mixers or name in brief or name.partition("-")[2] in STUDENTS)
     ]
     return pytest.mark.parametrize("folder", parameters, indirect=True, scope="module")
 
 
 every_mixer, mixers_in_full = students(all_mixers=True), students(all_mixers=False)
+by_default = students(True, tuple(VARIANTS))
+# Mixers whose states have tokens from the first one on.
+every_state = students(True, (*IN_EVERY_FAMILY, *(name for name in MIXERS if MIXERS[name].keeps_all_tokens)))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +152,7 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
 
 
-@every_mixer
+@by_default
 def test_greedy_generation_equals_full_forward(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     generated = model.generate(
         tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
@@ -130,6 +164,7 @@ def test_greedy_generation_equals_full_forward(model: PreTrainedModel, tokens: t
 
 @every_mixer
 def test_padded_batch_equals_single_rows(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """In logits and in states, which a token that is padding leaves alone, its neighbour's not."""
     single = logits(model, tokens[1:, 5:])
     left = torch.ones_like(tokens)
     left[1, :5] = 0
@@ -138,6 +173,21 @@ def test_padded_batch_equals_single_rows(model: PreTrainedModel, tokens: torch.T
     for rows, mask, real in ((tokens, left, slice(5, None)), (shifted, right, slice(LENGTH - 5))):
         for given in ({}, {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}):
             close(logits(model, rows, attention_mask=mask, **given)[1:, real], single)
+    padded, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    logits(model, tokens, attention_mask=left, past_key_values=padded, use_cache=True)
+    logits(model, tokens[1:, 5:], past_key_values=alone, use_cache=True)
+    pairs = [pair for pair in zip(padded.layers, alone.layers, strict=True) if type(pair[0]) is MixerCacheLayer]
+    written = {"state", "key_sum"}
+    before = [{name: layer.state[name].clone() for name in written & layer.state.keys()} for layer, _ in pairs]
+    for layer, other in pairs:
+        for name, x in other.state.items():
+            close(layer.state[name][1:], x)
+    step = {"attention_mask": torch.cat([left, torch.tensor([[1], [0]])], dim=1), "use_cache": True}
+    logits(model, tokens[:, :1], position_ids=torch.tensor([[LENGTH], [LENGTH - 5]]), past_key_values=padded, **step)
+    for (layer, _), old in zip(pairs, before, strict=True):
+        for name, x in old.items():
+            close(layer.state[name][1], x[1])
+            assert not x.any() or not torch.equal(layer.state[name][0], x[0])
 
 
 @mixers_in_full
@@ -171,9 +221,20 @@ def test_packed_equals_unpacked(model: PreTrainedModel, tokens: torch.Tensor) ->
 @every_mixer
 def test_chunked_prefill_equals_one_shot(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     cache = DynamicCache(config=model.config)
-    chunks = [logits(model, part, past_key_values=cache, use_cache=True) for part in tokens.split([7, 1, 11], dim=1)]
-    close(torch.cat(chunks, dim=1), logits(model, tokens))
+    with torch.no_grad():
+        close(read_in_parts(model, tokens, [6, 1, 1, 1, 10], cache=cache), logits(model, tokens))
     assert cache.get_seq_length() == LENGTH
+    for block, entry in zip(decoder_layers(model), cache.layers, strict=True):
+        if type(entry) is MixerCacheLayer:
+            assert entry.nbytes == len(tokens) * block.self_attn.state_bytes(torch.float32)
+
+
+@every_state
+def test_gradients_reach_every_parameter(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    model(tokens, labels=tokens).loss.backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None or not 0 < p.grad.abs().sum() < torch.inf]
+    model.zero_grad()
+    assert missing == []
 
 
 @mixers_in_full

@@ -17,6 +17,7 @@ from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.common.heads import l2_normalize
 from support.mapped_rules import B, H, K, T, V, close, draw, gradients, inputs, layer_of
 from support.recurrences import naive_additive
+from support.tiny_models import tiny_student
 
 
 def additive_rule(call: MixCall, unit_length: bool = False, recurrent: bool = False) -> tuple[Tensor, State]:
@@ -73,6 +74,20 @@ def test_deltanet_is_the_delta_rule_without_decay() -> None:
     beta = layer.b_proj(x).sigmoid()
     wanted, _ = naive_gated_delta_rule(q, k, v, torch.zeros_like(beta), beta, use_qk_l2norm_in_kernel=True)
     close((layer(x)[0],), (layer.o_proj(wanted.flatten(-2)),), 1e-6)
+
+
+@torch.no_grad()
+def test_a_convolution_of_the_keys_keeps_a_third_of_the_tail() -> None:
+    whole, keys = (tiny_student("llama", conv_on=parts).model.layers[0].self_attn for parts in ("qkv", "k"))
+    assert 3 * keys.conv_channels == whole.conv_channels
+    assert keys.state_shapes(torch.float32)["conv_tail"].shape == (32, 3)
+    whole.load_state_dict({k: v for k, v in keys.state_dict().items() if not k.startswith("conv1d")}, strict=False)
+    whole.conv1d.reset_parameters()
+    whole.conv1d.weight[32:64] = keys.conv1d.weight  # q | k | v
+    x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
+    angles = torch.arange(9.0)[None, :, None].expand(1, 9, 8)
+    embeddings = (angles.cos(), angles.sin())
+    torch.testing.assert_close(keys(x, embeddings)[0], whole(x, embeddings)[0])
 
 
 class Negated(GatedDeltaNet):
