@@ -46,7 +46,7 @@ def kill() -> Iterator[Callable[[str, str, int, Path], Any]]:
         pytest.param("export", "twice", 4, 40, FRESH, marks=pytest.mark.slow),
         pytest.param("export", "overwrite", 4, 40, REPLACED, marks=pytest.mark.slow),
         pytest.param("gguf", "fresh", 5, 40, FRESH, marks=pytest.mark.slow),
-        ("gguf", "overwrite", 4, 40, {"old", "complete"}),
+        pytest.param("gguf", "overwrite", 4, 40, {"old", "complete"}, marks=pytest.mark.slow),
         ("select", "fresh", 4, 20, FRESH),
         pytest.param("select", "overwrite", 2, 20, REPLACED, marks=pytest.mark.slow),
         pytest.param("train", "fresh", 15, 150, IN_PLACE, marks=pytest.mark.slow),

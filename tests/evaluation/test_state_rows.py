@@ -128,6 +128,7 @@ def test_columns_are_marked_from_two_standard_errors_on(errors: float) -> None:
     assert compared(measured(0), measured(1)) == dict(zip(found, reversed(found.values()), strict=True))
 
 
+@pytest.mark.slow
 def test_a_row_of_learned_eviction(
     small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,9 @@ def test_a_step_rotates_puts_and_attends(R: int, rows: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize("step_", [torch_packed_step_, packed_step_triton_], ids=["torch", "triton"])
-@pytest.mark.parametrize("paged", [False, True], ids=["ring", "pages"])
+@pytest.mark.parametrize(
+    "paged", [pytest.param(False, id="ring", marks=pytest.mark.slow), pytest.param(True, id="pages")]
+)
 def test_sequences_in_rows_of_larger_tensors(step_: Any, paged: bool, poisoned_memory: None) -> None:
     """By index, with a ring of their own or with pages of two groups, they are as in tensors of their own."""
     B, HQ, HK, D = 3, 4, 2, 64

@@ -46,6 +46,7 @@ FORMS = [
     ("cut", 16, False),
     ("cut", 16, True),
 ]
+IN_BETWEEN = [("yarn", 16, False), ("yarn", 8, False)]  # between 4 bits and states
 BOUND = {False: 40 + 3, True: 64 + 4}
 """The furthest position of sinks: half the teacher's positions would not hold the longest window; by `states`."""
 
@@ -152,7 +153,10 @@ def by_definition(model: Any, kind: str, bits: int, bound: int) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("kind", "bits", "states"), FORMS)
+@pytest.mark.parametrize(
+    ("kind", "bits", "states"),
+    [pytest.param(*form, marks=pytest.mark.slow) if form in IN_BETWEEN else form for form in FORMS],
+)
 @torch.no_grad()
 def test_every_form_of_cache_computes_the_definition(kind: str, bits: int, states: bool) -> None:
     with Float64():

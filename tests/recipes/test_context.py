@@ -48,6 +48,7 @@ def test_needles_have_one_answer_among_their_facts(novels: Path) -> None:
         assert (set(probes[0].ids[:40]) <= set(filler)) == (name == "single_1")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_row_for_the_teacher_and_for_every_kind_of_positions(
     tmp_path: Path, novels: Path, monkeypatch: pytest.MonkeyPatch

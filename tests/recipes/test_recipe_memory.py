@@ -277,6 +277,7 @@ def test_weights_loaded_in_float32_leave_their_files(workplace: Path, tmp_path: 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_the_parts_follow_the_settings() -> None:
     student = meta_student(SHAPES["8B"], softmax=range(3, 32, 4))
     shared = "engine.sharding=fsdp2"

@@ -85,7 +85,7 @@ def _unseen(call: PackedAttentionCall) -> Tensor:
     return _unseen_places(lengths, groups, *reach) if known is None else _unseen_by(known, groups, *reach)
 
 
-@functools.lru_cache(maxsize=4)  # layers of a kind have the same at each step
+@functools.lru_cache(maxsize=16)  # layers with windows of one length have the same at each step
 def _unseen_by(lengths: tuple[int, ...], groups: int, window: int, sinks: int, limit: int, edge: int) -> Tensor:
     return _unseen_places(torch.tensor(lengths, device="cpu"), groups, window, sinks, limit, edge)
 
