@@ -1,4 +1,4 @@
-"""What the Triton forms of all rules in chunks have in common: gradients of one result, strides, refusals, bits.
+"""Gradients of one result, strides, refusals and bits of the Triton forms of all rules in chunks.
 
 Without a GPU they run in Triton's interpreter: float32, small heads.
 """

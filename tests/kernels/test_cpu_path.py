@@ -13,7 +13,7 @@ from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_g
 from deltanet_kernels.gated_delta_rule.cpu_forward import (
     FLOOR,
     Block,
-    ChunkForward,
+    CpuForward,
     Sizes,
     Workspace,
     prepare,
@@ -49,7 +49,7 @@ def test_registered_operators_are_consistent(erase: str) -> None:
     """Shapes of the fake implementation, and the gradient's registration, against the real thing."""
     inputs = make_inputs(Case("registered", T=66, H=1, HQ=2, HV=2, K=3, V=4), torch.float64)
     tensors = [inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
-    torch.library.opcheck(torch_chunk_forward.op, ChunkForward(*tensors, 0.5, True, erase, True))
+    torch.library.opcheck(torch_chunk_forward.op, CpuForward(*tensors, 0.5, True, erase, True))
 
 
 @pytest.mark.parametrize("erase", ["decayed", "undecayed", "off"])
@@ -98,7 +98,7 @@ def test_decays_too_small_to_matter_are_exactly_zero(dtype: torch.dtype) -> None
     step = -FLOOR[dtype] / 8.5
     q = torch.ones(1, 64, 1, 2, dtype=dtype)
     g = torch.full((1, 64, 1), -step, dtype=dtype)
-    call = ChunkForward(q, q, q, g, torch.ones_like(g), None, 1.0, True, "decayed")
+    call = CpuForward(q, q, q, g, torch.ones_like(g), None, 1.0, True, "decayed")
     prepared = prepare(Sizes.of(call), Block(0, 1, 64), Workspace(dtype, q.device), call)
     distance = torch.arange(64).unsqueeze(1) - torch.arange(64)
     expected = torch.where((distance >= 0) & (distance <= 8), torch.exp(-step * distance.to(dtype)), 0.0)

@@ -21,7 +21,7 @@ from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall, Upstream
 from deltanet_kernels.common.registration import differentiable_call
 from deltanet_kernels.gated_delta_rule.cpu_backward import DIFFERENTIATED, torch_chunk_backward
-from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, ChunkForward, Kept, torch_chunk_forward
+from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, CpuForward, Kept, torch_chunk_forward
 from deltanet_kernels.gated_delta_rule.drop_in import through_plain
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 from deltanet_kernels.signatures import by_arguments
@@ -31,7 +31,7 @@ _chunk = differentiable_call(
 )
 
 
-def _run(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(call: CpuForward) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and final state; keeps what the gradients that are wanted need."""
     q, k, v, *others = call[:6]
     tokens, rest = (any(x is not None and x.requires_grad for x in some) for some in ((q, k, v), others))
@@ -55,7 +55,7 @@ def chunked(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     g, beta = log_decay_and_strength(
         call.g, call.beta, call.A_log, call.dt_bias, call.use_beta_sigmoid_in_kernel, dtype
     )  # fmt: skip
-    forward = ChunkForward(q, k, v, g, beta, call.initial_state, call.factor, normalize, call.erase)
+    forward = CpuForward(q, k, v, g, beta, call.initial_state, call.factor, normalize, call.erase)
     if call.cu_seqlens is None:
         o, final = _run(forward)
     else:
@@ -63,7 +63,7 @@ def chunked(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return o, final if call.output_final_state else None
 
 
-def _run_packed(call: ChunkForward, offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_packed(call: CpuForward, offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences: those with equal numbers of chunks run as one batch, shorter rows padded with beta = 0."""
     q, _, v, *_, state = call[:6]
     device, tokens = q.device, call[:5]

@@ -27,7 +27,7 @@ from deltanet_kernels.common.device import no_autocast
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.gated_delta_rule.cpu_forward import (
     Block,
-    ChunkForward,
+    CpuForward,
     Kept,
     Prepared,
     Sizes,
@@ -41,7 +41,7 @@ DIFFERENTIATED = ("q", "k", "v", "g", "beta", "initial_state")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _fake_backward(upstream: Upstream, call: ChunkForward, kept: Kept) -> Gradients:
+def _fake_backward(upstream: Upstream, call: CpuForward, kept: Kept) -> Gradients:
     q, k, v = (x.new_empty((0,) if call.gates_only else x.shape) for x in call[:3])
     g, beta = (x.new_empty(x.shape) for x in call[3:5])
     s = Sizes.of(call)
@@ -49,15 +49,13 @@ def _fake_backward(upstream: Upstream, call: ChunkForward, kept: Kept) -> Gradie
 
 
 @operator(_fake_backward)
-def torch_chunk_backward(
-    upstream: Upstream, call: ChunkForward, kept: Kept
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def torch_chunk_backward(upstream: Upstream, call: CpuForward, kept: Kept) -> Gradients:
     """Gradients of q, k, v (empty with `gates_only`), g, beta, and the initial state [B, HV, K, V]."""
     with no_autocast(call.q.device):
         return _backward(upstream, call, kept)
 
 
-def _backward(upstream: Upstream, call: ChunkForward, kept: Kept) -> Gradients:
+def _backward(upstream: Upstream, call: CpuForward, kept: Kept) -> Gradients:
     s, grads, (do, dfinal) = Sizes.of(call), _fake_backward(upstream, call, kept), upstream
     N, v = s.N, call.v
     ws = Workspace(s.dtype, v.device)
@@ -104,7 +102,7 @@ def _parallel(
     block: Block,
     ws: Workspace,
     p: Prepared,
-    call: ChunkForward,
+    call: CpuForward,
     states: torch.Tensor,
     values: torch.Tensor,
     dout: torch.Tensor,

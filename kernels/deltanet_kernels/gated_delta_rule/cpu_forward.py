@@ -25,7 +25,7 @@ BLOCK_MATRICES = 32
 FLOOR = {torch.float32: -69.0, torch.float64: -690.0}
 
 
-class ChunkForward(NamedTuple):
+class CpuForward(NamedTuple):
     """The arguments of `torch_chunk_forward`: those of a `RuleCall` of rows of equal length, and what is kept of it."""
 
     q: torch.Tensor
@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
     erase: str
 
     @classmethod
-    def of(cls, call: ChunkForward) -> "Sizes":
+    def of(cls, call: CpuForward) -> "Sizes":
         """Sizes of checked inputs."""
         (B, T, HQ, K), H, (HV, V) = call.q.shape, call.k.shape[2], call.v.shape[2:]
         dtype = torch.promote_types(call.q.dtype, torch.float32)
@@ -170,7 +170,7 @@ def _before(x: torch.Tensor, first: float) -> torch.Tensor:
     return torch.cat([x.new_full((x.shape[0], 1, x.shape[2]), first), x[:, :-1]], dim=1)
 
 
-def prepare(s: Sizes, block: Block, ws: Workspace, call: ChunkForward) -> Prepared:
+def prepare(s: Sizes, block: Block, ws: Workspace, call: CpuForward) -> Prepared:
     """Everything of a block that does not depend on the state."""
     q, k, _, g, beta, *_ = call
     _, M, C = block
@@ -230,7 +230,7 @@ def prepare(s: Sizes, block: Block, ws: Workspace, call: ChunkForward) -> Prepar
     )  # fmt: skip
 
 
-def _fake_forward(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_forward(call: CpuForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     s, v = Sizes.of(call), call.v
     chunks = (s.T + CHUNK - 1) // CHUNK if call.keep else 0
     return (
@@ -242,13 +242,13 @@ def _fake_forward(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 @operator(_fake_forward)
-def torch_chunk_forward(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def torch_chunk_forward(call: CpuForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output [B, T, HO, V], final state [B, HV, K, V], and the fields of `Kept` (empty unless `keep`)."""
     with no_autocast(call.q.device):
         return _forward(call)
 
 
-def _forward(call: ChunkForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(call: CpuForward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     s, v, state = Sizes.of(call), call.v, call.initial_state
     o, final, all_states, all_values = _fake_forward(call)
     N = s.N
