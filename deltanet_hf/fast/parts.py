@@ -50,9 +50,10 @@ class MergedProjection:
         if len(linears) < 2 or any(type(one) is not nn.Linear for one in linears) or not alike:
             return
         sizes = [len(one) for one in weights]
-        weight = _block(weights, sizes, may_move)
-        biased = weight is not None and any(one is not None for one in biases)
-        bias = _block(biases, sizes, may_move) if biased else None
+        with torch.inference_mode(weights[0].is_inference()):  # that in which they were made
+            weight = _block(weights, sizes, may_move)
+            biased = weight is not None and any(one is not None for one in biases)
+            bias = _block(biases, sizes, may_move) if biased else None
         if weight is not None and (bias is not None) == biased:
             self.weight, self._bias, self._sizes = weight, bias, [*sizes, len(weight) - sum(sizes)]
 
@@ -63,7 +64,6 @@ class MergedProjection:
         return torch.split_with_sizes(F.linear(x, self.weight, self._bias), self._sizes, -1)[: len(self._linears)]
 
 
-@torch.inference_mode(False)
 @torch.no_grad()
 def _block(parameters: Sequence[Any], sizes: Sequence[int], may_move: bool) -> Tensor | None:
     """The block with the rows of these parameters, each None for as many rows of zeros; None if they cannot be moved.

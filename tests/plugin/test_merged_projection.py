@@ -20,6 +20,7 @@ from deltanet_hf.decoding import serve
 from deltanet_hf.fast import FastDecoder, fast_form, form
 from deltanet_hf.fast.decoder import fast_mixer
 from deltanet_hf.fast.parts import MergedProjection
+from deltanet_hf.models.cache_bits import set_cache_bits
 from support.plain_form import plain_form
 from support.read_in_parts import read_in_parts
 from support.tiny_models import tiny_student, tiny_teacher
@@ -221,6 +222,19 @@ def test_training_goes_on() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert is_merged(merged)
     torch.testing.assert_close(decode(merged), decode(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_model_made_in_inference_mode(bits: int) -> None:
+    with torch.inference_mode():
+        plain, merged = (tiny_student("llama", window=33, delayed=True, conv_size=0, k_offset=False) for _ in range(2))
+        for model in (plain, merged):
+            set_cache_bits(model, bits)
+        for _ in range(2):
+            form._DECISIONS.pop(merged, None)
+            join(merged)
+        torch.testing.assert_close(decode(merged), decode(plain), **ROUNDING)
+    assert is_merged(merged)
 
 
 def test_files_and_memory_are_the_same(tmp_path: Path) -> None:
