@@ -48,7 +48,9 @@ def convert_command(
             job = prepare(teacher, out, options, show)
         if job.options.mixer != options.mixer and job.table.converted:
             console.print(
-                "Windows alone (--mixer window): the default with --context, and where layers slide.", highlight=False
+                "Windows alone (--mixer window): the default with --context, where layers slide, where states would "
+                "take more than a sixth of the bytes, and for a selection that was made for them.",
+                highlight=False,
             )
         if job.options.cache_bits != options.cache_bits:
             size = job.teacher.head_dim

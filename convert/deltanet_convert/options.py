@@ -85,7 +85,8 @@ class ConvertOptions(Options):
         str,
         Option(
             help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}` (a window, and a state of what "
-            "has left it), but `window` (the last tokens only) with --context and for teachers with sliding layers. "
+            "has left it), but `window` (the last tokens only) with --context, for teachers with sliding layers, and "
+            "where states would take more than a sixth of the bytes. "
             "Others: `gated_deltanet`, those of `--set help`, and `NAME+window` for each that has a state.",
             show_default=False,
         ),
@@ -242,20 +243,19 @@ class ConvertOptions(Options):
     def for_teacher(self, teacher: Teacher) -> ConvertOptions:
         """The options with the defaults for a teacher.
 
-        Windows alone where layers slide, which allows no state of what has left a window, and with --context, where an
-        untrained state is further from the text; 16 bits for heads that have no form in 4.
+        16 bits for heads that have no form in 4, and windows alone where `makes_windows_alone`.
         """
-        from deltanet_hf.mixers.layer.masks import sliding_window
         from deltanet_hf.mixers.window import WindowAttention
         from deltanet_kernels.packed_cache.layout import takes_key_order
 
-        slides = any(sliding_window(teacher.config, layer) is not None for layer in range(teacher.num_layers))
-        fitting: dict[str, Any] = {}
-        if self.mixer == DEFAULT_MIXER and (self.context is not None or slides):
-            fitting["mixer"] = WindowAttention.name
-        if self.cache_bits == 4 and not takes_key_order(teacher.head_dim):
-            fitting["cache_bits"] = 16
-        return self.model_copy(update={key: fitting[key] for key in fitting.keys() - self.model_fields_set})
+        from .default_mixer import makes_windows_alone
+
+        options, given = self, self.model_fields_set
+        if self.cache_bits == 4 and "cache_bits" not in given and not takes_key_order(teacher.head_dim):
+            options = options.model_copy(update={"cache_bits": 16})
+        if self.mixer == DEFAULT_MIXER and "mixer" not in given and makes_windows_alone(teacher, options):
+            options = options.model_copy(update={"mixer": WindowAttention.name})
+        return options
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:
         """The layer table of the converted model.

@@ -59,7 +59,8 @@ def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selectio
     out = output_path(options.out)
     # What `convert` makes; other runtimes have caches of 16 bits.
     bits = 16 if options.exportable else None
-    given = {"mixer": options.mixer, "context": options.context, "cache_bits": bits}
+    keep = options.keep and options.keep.text
+    given = {"keep": keep, "mixer": options.mixer, "context": options.context, "cache_bits": bits}
     made = ConvertOptions(**{name: value for name, value in given.items() if value is not None})
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):

@@ -48,19 +48,18 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
     """
     if out.is_dir() and any(out.iterdir()) and not (options.resume or options.overwrite):
         raise UserError(f"{out}: exists; choose another folder, or add --overwrite to replace it")
-    budget = None if options.keep == AUTO else Budget.parse(options.keep)
-    if budget is None:
+    candidates = Candidates.of(teacher.config, "layer")
+    if options.keep == AUTO:
         if (shipped := shipped_selection(teacher.config, options.mixer.endswith(WINDOW_SUFFIX))) is not None:
             unit = "layers" if shipped.unit == "layer" else "key/value heads"
             show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
-        candidates = Candidates.of(teacher.config, "layer")
         if len(candidates.units) == 1:
             raise UserError(
                 f"--keep {AUTO}: {teacher.name} has one layer of full attention, so there is nothing to choose; give "
                 "--keep none, which converts it, or every:1, which measures keys for 4 bits"
             )
-        budget = Budget.usual(candidates, options.cache_bits < 16 and options.plans_windows)
+    budget = budget_of(options, candidates)
     choice = SelectOptions(keep=budget, seed=options.seed, device=options.device)
     task = plan_selection(teacher, choice, options.table(teacher.num_layers, (), teacher.config))
     if task.spending is not None and not options.plans_windows:
@@ -84,6 +83,13 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             f"--keep {options.keep}: {error}. The options are those of deltanet-hf select; give its file as "
             "--keep FILE, or spread the softmax layers evenly with --keep every:4"
         ) from error
+
+
+def budget_of(options: ConvertOptions, candidates: Candidates) -> Budget:
+    """The budget of `--keep`; that of `auto` is for a teacher that no selection is shipped for."""
+    if options.keep == AUTO:
+        return Budget.usual(candidates, options.cache_bits < 16 and options.plans_windows)
+    return Budget.parse(options.keep)
 
 
 def shipped_selection(config: PreTrainedConfig, with_states: bool = False) -> Selection | None:

@@ -12,7 +12,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.token_count import parse_tokens
 
 from ..command_options import Options
-from ..options import AUTO, DEFAULT_MIXER
+from ..options import AUTO
 from .budget import Budget
 from .units import UNITS
 
@@ -81,7 +81,7 @@ class SelectOptions(Options):
         Option(
             help="Layer that will replace softmax attention, whose cache a budget in bytes counts, as in `deltanet-hf "
             "convert`.",
-            show_default=DEFAULT_MIXER,
+            show_default="that of convert",
         ),
     ] = None
     window: Annotated[

@@ -1,0 +1,48 @@
+"""Where windows alone take the place of windows and states, if no --mixer is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltanet_convert.job import Job, prepare
+from deltanet_convert.options import DEFAULT_MIXER, ConvertOptions
+from deltanet_convert.select.select_options import SelectOptions
+from deltanet_convert.select.task import plan_selection
+
+SMALL, LARGE = "45KB@512", "80KB@512"  # with a quarter and a seventh of the bytes in states
+
+
+def planned(teacher: Path, out: Path, **options: Any) -> Job:
+    return prepare(str(teacher), out, ConvertOptions(dry_run=True, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ({"keep": SMALL}, "window"),
+        ({"keep": LARGE}, DEFAULT_MIXER),
+        ({"keep": "auto"}, DEFAULT_MIXER),
+        ({"keep": "every:4"}, DEFAULT_MIXER),
+        ({"keep": SMALL, "mixer": DEFAULT_MIXER}, DEFAULT_MIXER),
+    ],
+    ids=str,
+)
+def test_windows_are_alone_where_states_take_too_much(
+    far: Path, tmp_path: Path, options: dict[str, Any], made: str
+) -> None:
+    assert planned(far, tmp_path / "out", **options).options.mixer == made
+
+
+@pytest.mark.parametrize("mixer", ["window", DEFAULT_MIXER])
+def test_a_selection_becomes_what_it_was_planned_for(far: Path, tmp_path: Path, mixer: str) -> None:
+    job = planned(far, tmp_path / "out", keep=LARGE, mixer=mixer)
+    table = job.options.table(job.teacher.num_layers, (), job.teacher.config)
+    selection = plan_selection(job.teacher, SelectOptions(keep=LARGE), table).unmeasured()
+    (tmp_path / "plan.json").write_text(json.dumps(selection.to_json()))
+    made = planned(far, tmp_path / "out", keep=str(tmp_path / "plan.json"))
+    assert made.options.mixer == mixer
+    assert sum(layer.cache_bytes(512) for layer in made.plan.layers) <= 80_000
