@@ -73,8 +73,9 @@ class ConvertOptions(Options):
         str,
         Option(
             help="What keeps softmax attention to all tokens. `auto`: key/value heads, with windows elsewhere, for a "
-            "ninth of the teacher's cache, or where no windows can be planned, a quarter of the layers, measured. "
-            "`5%@16k` or `40MB@32k`: as much of the cache at that length. `25%` or `7`: as many layers, measured. "
+            "ninth of the teacher's cache; where no windows can be planned, a quarter of the layers (half, if others "
+            "slide), measured. `5%@16k` or `40MB@32k`: as much of the cache at that length. `25%` or `7`: as many "
+            "layers, measured. "
             "`every:4`, `layers:3,7,11` or `none`: these layers. FILE: what `deltanet-hf select` wrote.",
             show_default="auto",
         ),
@@ -85,8 +86,8 @@ class ConvertOptions(Options):
         str,
         Option(
             help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}` (a window, and a state of what "
-            "has left it), but `window` (the last tokens only) with --context, for teachers with sliding layers, and "
-            "where states would take more than a sixth of the bytes. "
+            "has left it), but `window` (the last tokens only) with --context, for teachers with sliding layers, for "
+            "selections made for it, and where states would take more than a sixth of the bytes. "
             "Others: `gated_deltanet`, those of `--set help`, and `NAME+window` for each that has a state.",
             show_default=False,
         ),
@@ -97,7 +98,7 @@ class ConvertOptions(Options):
             "--pure",
             help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, a cache of one size at "
             "any length. After training it finds 1% of the needles in 2,048 tokens; windows of these bytes are better "
-            "without any.",
+            "without training.",
         ),
         ASIDE,
     ] = False

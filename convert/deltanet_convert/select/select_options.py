@@ -72,7 +72,8 @@ class SelectOptions(Options):
         Option(
             help="How much to keep, as in `deltanet-hf convert`: `5%@32k` or `40MB@32k` of the cache at that length, "
             "which also plans how long the windows elsewhere are; `25%` or `7` of the layers or heads; `auto`: a ninth "
-            "of the teacher's cache, or where no windows can be planned, a quarter of the layers.",
+            "of the teacher's cache; where no windows can be planned, a quarter of the layers (half, if "
+            "others slide).",
             show_default=AUTO,
         ),
     ] = None
