@@ -105,7 +105,7 @@ def test_the_readme_converts_trains_and_generates(
         example = example.replace(real, tiny)
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})
-    assert (tmp_path / "run/final/recipe.json").exists()
+    assert (tmp_path / "trained/final/recipe.json").exists()
     assert len(capsys.readouterr().out) > len("Water boils at")
 
 
