@@ -47,7 +47,7 @@ def report(
         teacher: a folder or Hub id.
         students: folders or Hub ids, or NAME=FOLDER.
         out: the folder for report.md, report.json and the figures.
-        suite: small, full, texts, standard, ruler, completion or ifeval.
+        suite: small, full, texts, long, standard, ruler, completion, ifeval, code or gsm8k.
         options: further fields of `deltanet_hf.evaluation.report.material.ReportOptions`.
 
     Returns:

@@ -39,7 +39,6 @@ WIRING = {
     "k_offset": (False, "Qwen3.5 subtracts nothing from the keys"),
     "allow_neg_eigval": (False, "Qwen3.5's write strengths are at most 1"),
     "state_dtype": ("float32", "Qwen3.5's runtimes keep the state in float32"),
-    "window": (0, "Qwen3.5's linear layers have no window beside the state"),
 }
 
 
@@ -130,6 +129,9 @@ def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
         problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's are {kind.mixer.title}"
         return [Obstacle(f"{where}.mixer", problem, CONVERT_AGAIN)]
     settings = kind.settings
+    if settings.window:  # whose other settings are those of a layer with a window
+        problem = f"Qwen3.5's linear layers have no window beside the state, the model has {settings.window}"
+        return [Obstacle(f"{where}.window", problem, CONVERT_AGAIN)]
     found = [
         Obstacle(f"{where}.{key}", f"{why}, the model has {getattr(settings, key)!r}", CONVERT_AGAIN)
         for key, (wanted, why) in WIRING.items()

@@ -72,12 +72,13 @@ class Selection:
         return {**value, "format": PLANNED, "planned_windows": list(self.planned_windows)}
 
 
-def read_selection(path: Path) -> Selection:
+def read_selection(path: str | Path) -> Selection:
     """Reads a selection file.
 
     Raises:
         UserError: the file cannot be read, or a key is missing or wrong; the message names file and key.
     """
+    path = Path(path)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"{path}: too large for a selection; give the file that deltanet-hf select wrote")
