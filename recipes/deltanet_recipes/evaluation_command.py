@@ -57,7 +57,7 @@ def report(
     suite: Annotated[
         str,
         typer.Option(
-            help="Set of measurements: small, full, texts (no lm-eval tasks), long (texts in windows of 1k, 8k and "
+            help="Set of measurements: small, full, texts (no lm-eval tasks), long (texts in pieces of 1k, 8k and "
             "32k), or the tasks alone of standard, ruler, completion, ifeval, code or gsm8k."
         ),
     ] = "small",
@@ -72,7 +72,7 @@ def report(
             "(.txt, .md or .jsonl, each also as .gz or .xz, .parquet, or .npy with token ids)."
         ),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Number of windows of 1024 tokens per text.")] = 64,
+    windows: Annotated[int, typer.Option(min=1, help="Number of pieces of 1024 tokens per text.")] = 64,
     haystack: Annotated[
         Path | None, typer.Option(help="Text file for the needle task.", show_default="text shipped with deltanet-hf")
     ] = None,
@@ -92,7 +92,7 @@ def report(
         int | None,
         typer.Option(
             min=1,
-            help="Longest context for needles, windows and speed, in tokens.",
+            help="Longest context for needles, pieces of text and speed, in tokens.",
             show_default="the teacher's limit",
         ),
     ] = None,
