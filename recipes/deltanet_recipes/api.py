@@ -13,7 +13,7 @@ def distill(recipe: str | Path, changes: Mapping[str, Any] | None = None, **keys
 
     Examples:
         >>> from deltanet_recipes import distill
-        >>> distill("smollm2-135m-hybrid-10m", {"stages.distil.tokens": 10**6}, student="student")  # doctest: +SKIP
+        >>> distill("smollm2-135m", {"stages.long.tokens": 10**7}, student="student")  # doctest: +SKIP
 
     Args:
         recipe: a YAML file, or the name of a shipped recipe.
