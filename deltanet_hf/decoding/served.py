@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import fast_form, with_fast_form
+from deltanet_hf.mixers.attention.paired_class import paired_class
+
+
+class Served(GraphedGeneration):
+    """Comes before the class of a softmax model (`paired_class`)."""
+
+    forward: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.forward = with_fast_form(super().forward)  # type: ignore[misc]
 
 
 def serve(model: PreTrainedModel) -> PreTrainedModel:
@@ -18,25 +28,5 @@ def serve(model: PreTrainedModel) -> PreTrainedModel:
     """
     own: Any = type(model)
     if not isinstance(fast_form(model), str) and not isinstance(model, GraphedGeneration):
-        model.__class__ = _served(own)
+        model.__class__ = paired_class(Served, own, own.__name__)
     return model
-
-
-@functools.cache
-def _served(own: Any) -> Any:
-    def __reduce_ex__(self: Any, protocol: int) -> tuple[Any, ...]:
-        return _empty, (own,), vars(self)  # no module holds the class under its name
-
-    namespace = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "__reduce_ex__": __reduce_ex__,
-        "forward": with_fast_form(own.forward),
-    }
-    return type(own.__name__, (GraphedGeneration, own), namespace)
-
-
-def _empty(own: Any) -> Any:
-    """A model of the class without attributes."""
-    made = _served(own)
-    return made.__new__(made)

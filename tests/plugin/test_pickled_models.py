@@ -9,6 +9,8 @@ import pickle
 import pytest
 import torch
 
+from deltanet_hf.decoding import serve
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -28,10 +30,13 @@ def test_a_converted_model(mixer: str) -> None:
     _same(model, copy.deepcopy(model))
 
 
-def test_restricted_teachers() -> None:
+def test_changed_teachers() -> None:
     for model in (
         restrict_to_window(tiny_teacher("qwen3"), 4, 1),
         restrict_heads(tiny_teacher("llama"), {0: [1]}, 4, 1),
+        serve(tiny_teacher("llama")),
+        set_cache_bits(serve(tiny_teacher("llama")), 4),
+        serve(set_cache_bits(tiny_teacher("llama"), 4)),
     ):
         file = io.BytesIO()
         torch.save(model, file)
