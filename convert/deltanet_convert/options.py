@@ -338,7 +338,7 @@ class ConvertOptions(Options):
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""
         kind, defaults = self._recommended(teacher)
-        changes = changed_settings(self.changes, defaults)
+        changes = changed_settings(self.changes, defaults, self.mixer)
         try:
             settings = kind.Settings.from_dict({**defaults.to_dict(), **changes}, "--set")
         except ValueError as error:
@@ -364,16 +364,17 @@ class ConvertOptions(Options):
 
     def decisive(self) -> dict[str, Any]:
         """The options that affect the result, as JSON values; conversion_record.py records `keep` and text itself."""
-        values = self.model_dump() | {"changes": changed_settings(self.changes, self._recommended()[1])}
+        values = self.model_dump() | {"changes": changed_settings(self.changes, self._recommended()[1], self.mixer)}
         return {"set" if name == "changes" else name: value for name, value in values.items()}
 
 
-def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool | int | str]:
+def changed_settings(entries: Iterable[str], recommended: Any, mixer: str) -> dict[str, bool | int | str]:
     """Parses ['rope=false', 'conv_size=4'] into {'rope': False, 'conv_size': 4}.
 
     Args:
         entries: the values of `--set`.
         recommended: settings of the mixer, whose names are the keys that are allowed.
+        mixer: its name, for messages.
 
     Raises:
         UserError: an entry without '=', an unknown key, or a key that is given twice.
@@ -387,7 +388,10 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
         if not known:
             raise UserError(f"--set {entry}: layers of this --mixer have no settings; leave it out")
         if key not in known:
-            raise UserError(f"--set {entry}: unknown key '{key}'{did_you_mean(key, known)}; --set help lists the keys")
+            raise UserError(
+                f"--set {entry}: unknown key '{key}' of --mixer {mixer}{did_you_mean(key, known)}; --set help lists "
+                "the keys"
+            )
         if key in changes:
             raise UserError(f"--set {entry}: {key} is set twice; give each key once")
         if text in ("true", "false"):

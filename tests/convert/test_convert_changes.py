@@ -60,7 +60,7 @@ def test_a_change_converts_loads_and_decodes(tmp_path: Path, mixer: str, change:
 def test_several_changes_together(tmp_path: Path) -> None:
     """The settings of Qwen3.5's layer, which `--profile qwen3_5` has, with one change."""
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
-    wanted = {**QWEN3_5.to_dict(), **changed_settings(["rope=true"], QWEN3_5)}
+    wanted = {**QWEN3_5.to_dict(), **changed_settings(["rope=true"], QWEN3_5, "gated_deltanet")}
     changes = tuple(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in wanted.items())
     report = tiny_conversion(teacher, tmp_path / "out", changes=changes, calibration_tokens=128)
     check_result(tmp_path / "out", report, wanted)

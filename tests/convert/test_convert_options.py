@@ -164,7 +164,7 @@ def test_the_earlier_form_of_keep() -> None:
         ({"mixer": "?"}, "--mixer: got '?'; expected one of "),
         (
             {"mixer": "gated_deltanet", "changes": ("ropes=true",)},
-            "--set ropes=true: unknown key 'ropes', did you mean rope?; --set help lists ",
+            "--set ropes=true: unknown key 'ropes' of --mixer gated_deltanet, did you mean rope?; --set help lists ",
         ),
     ],
 )

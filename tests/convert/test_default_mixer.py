@@ -12,6 +12,7 @@ from deltanet_convert.job import Job, prepare
 from deltanet_convert.options import DEFAULT_MIXER, ConvertOptions
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.task import plan_selection
+from deltanet_hf.errors import UserError
 
 SMALL, LARGE = "45KB@512", "80KB@512"  # with a quarter and a seventh of the bytes in states
 
@@ -35,6 +36,11 @@ def test_windows_are_alone_where_states_take_too_much(
     far: Path, tmp_path: Path, options: dict[str, Any], made: str
 ) -> None:
     assert planned(far, tmp_path / "out", **options).options.mixer == made
+
+
+def test_settings_of_states_name_the_mixer_that_has_none(far: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--set state_dtype=float32: unknown key 'state_dtype' of --mixer window; "):
+        planned(far, tmp_path / "out", keep=SMALL, changes=("state_dtype=float32",))
 
 
 @pytest.mark.parametrize("mixer", ["window", DEFAULT_MIXER])

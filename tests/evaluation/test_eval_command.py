@@ -56,7 +56,8 @@ def test_stock_tasks_use_the_stock_index(monkeypatch: pytest.MonkeyPatch, teache
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: used.append(lm_eval.tasks.TaskManager is stock))
     run_lm_eval(str(teacher_folder), ["--tasks", "mmlu", "demo_cloze"])
     run_lm_eval(str(teacher_folder), ["-t", "demo_repeat,demo_cloze", "--limit", "2"])
-    assert used == [True, False]
+    run_lm_eval(str(teacher_folder), ["--tasks=demo_repeat", "--limit=2"])
+    assert used == [True, False, False]
     assert lm_eval.tasks.TaskManager is stock
 
 
@@ -94,7 +95,9 @@ def test_mistakes_are_named(teacher_folder: Path) -> None:
     teacher, cloze = str(teacher_folder), ["--tasks", "demo_cloze"]
     rows: list[tuple[str, list[str], str]] = [
         ("model", ["--limit", "3"], "--tasks or --suite is missing"),
+        ("model", ["--tasks", ""], "--tasks or --suite is missing"),
         ("model", ["--tasks", "piqa", "--include_path"], "--include_path needs a folder"),
+        (teacher, [*cloze, "--device", "cuda:99"], "--device: 'cuda:99' cannot be used here"),
         (teacher, [*cloze, "--limit", "0"], "--limit: expected a number of rows above 0"),
         (teacher, [*cloze, "--limit=nan"], "--limit: expected a number of rows above 0"),
         (teacher, [*cloze, "--log_samples"], "add --output_path FOLDER"),

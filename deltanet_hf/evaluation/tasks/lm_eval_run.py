@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -23,7 +24,7 @@ from deltanet_hf.evaluation.tasks.local_data import blimp_paradigms, missing_fil
 from deltanet_hf.evaluation.tasks.ruler import Ruler
 from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, check_packages, code_allowed
 from deltanet_hf.hub import loadable_folder
-from deltanet_hf.loading import load_config, load_tokenizer
+from deltanet_hf.loading import chosen_device, load_config, load_tokenizer
 
 _ERROR_LENGTH = 300
 MOST = 10**9  # tokens of a window, and sinks
@@ -53,6 +54,8 @@ def run_lm_eval(
 
     Raises UserError for unknown tasks, and for models, data sets and files of answers that cannot be used.
     """
+    # --NAME=VALUE in the form of all others
+    arguments = [part for one in arguments for part in (one.split("=", 1) if one.startswith("--") else [one])]
     requested = requested_tasks(arguments)
     if suite is not None:
         if requested:
@@ -101,17 +104,17 @@ def run_lm_eval(
 
 def _check_arguments(arguments: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UserError for mistakes that lm-eval finds late, or by an error of its own."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        option, inline, value = argument.partition("=")
+    for option, value in itertools.pairwise(arguments):
+        if option == "--device":
+            chosen_device(value)
         if option not in ("--limit", "-L"):
             continue
         with contextlib.suppress(ValueError):  # lm-eval says what is no number
-            if not 0 < float(value if inline else following) < math.inf:
+            if not 0 < float(value) < math.inf:
                 raise UserError(f"{option}: expected a number of rows above 0, or a share below 1")
-    given = {argument.partition("=")[0] for argument in arguments}
-    if given & {"--log_samples", "-s", "--predict_only"} and not given & {"--output_path", "-o"}:
+    if {*arguments} & {"--log_samples", "-s", "--predict_only"} and not {*arguments} & {"--output_path", "-o"}:
         raise UserError("--log_samples: needs a folder for the samples; add --output_path FOLDER")
-    if "--apply_chat_template" in given and tokenizer.chat_template is None:
+    if "--apply_chat_template" in arguments and tokenizer.chat_template is None:
         raise UserError("--apply_chat_template: the model's tokenizer has no chat template; leave it out")
 
 
@@ -135,7 +138,7 @@ def requested_tasks(arguments: list[str]) -> list[str]:
         if argument.startswith("-"):
             taking = argument in ("--tasks", "-t")
         elif taking:
-            names += argument.split(",")
+            names += filter(None, argument.split(","))
     return names
 
 
