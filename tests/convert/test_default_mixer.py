@@ -10,6 +10,8 @@ import pytest
 
 from deltanet_convert.job import Job, prepare
 from deltanet_convert.options import DEFAULT_MIXER, ConvertOptions
+from deltanet_convert.select.command import selected
+from deltanet_convert.select.run import unseen
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.task import plan_selection
 from deltanet_hf.errors import UserError
@@ -41,6 +43,17 @@ def test_windows_are_alone_where_states_take_too_much(
 def test_settings_of_states_name_the_mixer_that_has_none(far: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--set state_dtype=float32: unknown key 'state_dtype' of --mixer window; "):
         planned(far, tmp_path / "out", keep=SMALL, changes=("state_dtype=float32",))
+
+
+def test_bytes_of_spread_units_are_those_of_what_convert_makes(far: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    with pytest.raises(UserError, match="the smallest budget is --keep 125KB@512, one whole unit"):  # with states
+        selected(str(far), SelectOptions(keep=SMALL, method="uniform", out=out), unseen)
+    _, task = selected(str(far), SelectOptions(keep="400KB@512", exportable=True, out=out), unseen)
+    plan = planned(far, tmp_path / "out", keep=str(out), profile="qwen3_5").plan
+    assert task.sizes is not None
+    assert task.spread is not None
+    assert task.sizes.total(task.spread, None) == sum(layer.cache_bytes(512) for layer in plan.layers)
 
 
 @pytest.mark.parametrize("mixer", ["window", DEFAULT_MIXER])

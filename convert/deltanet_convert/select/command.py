@@ -57,10 +57,10 @@ def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selectio
     from .task import plan_selection
 
     out = output_path(options.out)
-    # What `convert` makes; other runtimes have caches of 16 bits.
-    bits = 16 if options.exportable else None
-    keep = options.keep and options.keep.text
-    given = {"keep": keep, "mixer": options.mixer, "context": options.context, "cache_bits": bits}
+    # What `convert` makes; where nothing is measured, no windows are planned for a budget.
+    profile = "qwen3_5" if options.exportable else None
+    keep = (options.keep and options.keep.text) if options.measured else "none"
+    given = {"keep": keep, "mixer": options.mixer, "context": options.context, "profile": profile}
     made = ConvertOptions(**{name: value for name, value in given.items() if value is not None})
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
