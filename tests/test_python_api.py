@@ -81,6 +81,7 @@ def test_a_report_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = report("teacher", [tmp_path / "a", "b=hub/b"], tmp_path / "out", suite="texts", limit=2)
     students = [str(tmp_path / "a"), "b=hub/b"]
     assert made["options"] == ReportOptions("teacher", students, tmp_path / "out", suite="texts", limit=2)
+    assert report("teacher", "a", tmp_path / "out")["options"].students == ["a"]
 
 
 def test_the_names_of_deltanet_hf_are_found_when_they_are_used() -> None:

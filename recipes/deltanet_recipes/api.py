@@ -35,7 +35,12 @@ def distill(recipe: str | Path, changes: Mapping[str, Any] | None = None, **keys
 
 
 def report(
-    teacher: str | Path, students: Sequence[str | Path], out: str | Path, *, suite: str = "small", **options: Any
+    teacher: str | Path,
+    students: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    suite: str = "small",
+    **options: Any,
 ) -> dict[str, Any]:
     """Compare a teacher, its students and training-free baselines; after an interruption, the same call continues.
 
@@ -45,7 +50,7 @@ def report(
 
     Args:
         teacher: a folder or Hub id.
-        students: folders or Hub ids, or NAME=FOLDER.
+        students: one or several, each a folder or Hub id, or NAME=FOLDER.
         out: the folder for report.md, report.json and the figures.
         suite: small, full, texts, long, standard, ruler, completion, ifeval, code or gsm8k.
         options: further fields of `deltanet_hf.evaluation.report.material.ReportOptions`.
@@ -59,5 +64,5 @@ def report(
     from deltanet_hf.evaluation.report.material import ReportOptions
     from deltanet_hf.evaluation.report.write_report import run_report
 
-    named = [str(student) for student in students]
+    named = [str(student) for student in ([students] if isinstance(students, str | Path) else students)]
     return run_report(ReportOptions(str(teacher), named, Path(out), suite=suite, **options), lambda line: None)
