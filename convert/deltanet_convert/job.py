@@ -24,6 +24,7 @@ from .options import ConvertOptions
 from .select.for_convert import selection_path
 from .select.run import Show, unseen
 from .select.selection_file import Selection
+from .select.teacher_defaults import with_defaults
 from .storage.teacher_source import resolve_source
 from .teacher_model import Teacher, open_teacher
 
@@ -62,7 +63,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     source = resolve_source(teacher, _teacher_copy(out), options.torch_dtype, options.revision)
     _check_apart(source.folder, out)
     opened = open_teacher(source)
-    options = options.for_teacher(opened)
+    options = with_defaults(options, opened)
     kept = chosen_layers(opened, out, options, show)
     table = table_of(options, kept, opened.config)
     if not table.converted and not table.key_order:

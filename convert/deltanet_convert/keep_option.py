@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -17,7 +16,7 @@ from deltanet_hf.models.layers import LayerTable
 from .options import AUTO, ConvertOptions
 from .select.for_convert import auto_selection
 from .select.run import Show
-from .select.selection_file import MAX_BYTES, Selection, parse_selection
+from .select.selection_file import Selection, file_selection
 from .teacher_model import Teacher
 
 MAX_LIST_BYTES = 1_000_000
@@ -141,43 +140,3 @@ def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int
         if indices.count(index) > 1:
             raise UserError(f"{where}: layer {index} is listed twice; list each kept layer once")
     return tuple(sorted(indices))
-
-
-def file_selection(spec: str, config: PreTrainedConfig) -> Selection | None:
-    """The selection in the file that `spec` names; None if it names no file of `deltanet-hf select`.
-
-    Args:
-        spec: the value of `--keep`.
-        config: the teacher's.
-
-    Raises:
-        UserError: the selection was made for another model, or makes no sense.
-    """
-    path = Path(os.path.expanduser(spec))
-    value = _contents(path)
-    if not isinstance(value, dict) or "format" not in value:
-        return None
-    where = f"--keep {path}"
-    selection = parse_selection(value, where)
-    for key in ("model_type", "num_hidden_layers", "num_key_value_heads"):
-        found, wanted = getattr(selection, key), getattr(config, key)
-        if found != wanted:
-            raise UserError(
-                f"{where}: key '{key}' is {found!r}, the teacher's is {wanted!r}; give the selection that was made for "
-                "this teacher"
-            )
-    layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
-    if len(selection.heads) == layers * heads:
-        everything = f"{layers} layers" if selection.unit == "layer" else f"{layers * heads} heads"
-        raise UserError(f"{where}: keeps all {everything}; leave at least one to convert")
-    return selection
-
-
-def _contents(path: Path) -> Any:
-    """The file's JSON value; None for what is no such file, which the reader of lists of layers reports."""
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None

@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # the help of a command imports neither torch nor transformer
     from deltanet_hf.mixers.layer.settings import MixerSettings
     from deltanet_hf.models.layers import LayerTable
 
-    from .teacher_model import Teacher
-
 FEWEST_TOKENS = 64  # of calibration
 MOST_TOKENS = 10**9
 MOST_DIGITS = 9  # of a whole number in an option
@@ -240,23 +238,6 @@ class ConvertOptions(Options):
             raise UserError(f"--positions {self.positions}: changes nothing without --context; add it, or leave it out")
         self.table(1, ())
         return self
-
-    def for_teacher(self, teacher: Teacher) -> ConvertOptions:
-        """The options with the defaults for a teacher.
-
-        16 bits for heads that have no form in 4, and windows alone where `makes_windows_alone`.
-        """
-        from deltanet_hf.mixers.window import WindowAttention
-        from deltanet_kernels.packed_cache.layout import takes_key_order
-
-        from .default_mixer import makes_windows_alone
-
-        options, given = self, self.model_fields_set
-        if self.cache_bits == 4 and "cache_bits" not in given and not takes_key_order(teacher.head_dim):
-            options = options.model_copy(update={"cache_bits": 16})
-        if self.mixer == DEFAULT_MIXER and "mixer" not in given and makes_windows_alone(teacher, options):
-            options = options.model_copy(update={"mixer": WindowAttention.name})
-        return options
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:
         """The layer table of the converted model.

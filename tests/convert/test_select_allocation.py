@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from deltanet_convert.keep_option import file_selection
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select import allocation, for_convert, read_selection, run
 from deltanet_convert.select.allocation import PATIENCE, Allocation, _Measure, best_of, is_done, sharing_copy
@@ -25,6 +24,7 @@ from deltanet_convert.select.command import select_command
 from deltanet_convert.select.journal import SelectionJournal
 from deltanet_convert.select.scoring import Scorer
 from deltanet_convert.select.select_options import SelectOptions
+from deltanet_convert.select.selection_file import file_selection
 from deltanet_convert.select.spending import SHORTEST, Spending
 from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import Candidates

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltanet_convert.keep_option import file_selection, table_of
+from deltanet_convert.keep_option import table_of
 from deltanet_convert.meta_model import meta_model
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select import probes, read_selection
@@ -21,6 +21,7 @@ from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.for_convert import SHAPES, shipped_selection
 from deltanet_convert.select.select_options import SelectOptions
+from deltanet_convert.select.selection_file import file_selection
 from deltanet_convert.select.spending import Spending
 from deltanet_convert.select.units import Candidates
 from deltanet_convert.teacher_model import Teacher

@@ -55,6 +55,7 @@ def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selectio
     from ..teacher_model import open_teacher
     from .run import run_selection
     from .task import plan_selection
+    from .teacher_defaults import with_defaults
 
     out = output_path(options.out)
     # What `convert` makes; where nothing is measured, no windows are planned for a budget.
@@ -65,7 +66,7 @@ def selected(teacher: str, options: SelectOptions, show: Show) -> tuple[Selectio
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
-        table = made.for_teacher(opened).table(opened.num_layers, (), opened.config)
+        table = with_defaults(made, opened).table(opened.num_layers, (), opened.config)
         task = plan_selection(opened, options, table)
         return run_selection(task, out, show, overwrite=options.overwrite), task
 

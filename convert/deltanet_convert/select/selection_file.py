@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deltanet_hf.errors import UserError
 
 from .units import UNITS, Unit, to_json, whole_heads
+
+if TYPE_CHECKING:  # the help of a command imports no transformers
+    from transformers import PreTrainedConfig
 
 FORMAT = "deltanet-hf selection 1"
 PLANNED = "deltanet-hf selection 3"  # with the key `planned_windows`
@@ -86,6 +90,46 @@ def read_selection(path: str | Path) -> Selection:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give the file that deltanet-hf select wrote") from error
     return parse_selection(value, str(path))
+
+
+def file_selection(spec: str, config: PreTrainedConfig) -> Selection | None:
+    """The selection in the file that `spec` names; None if it names no file of `deltanet-hf select`.
+
+    Args:
+        spec: the value of `--keep`.
+        config: the teacher's.
+
+    Raises:
+        UserError: the selection was made for another model, or makes no sense.
+    """
+    path = Path(os.path.expanduser(spec))
+    value = _contents(path)
+    if not isinstance(value, dict) or "format" not in value:
+        return None
+    where = f"--keep {path}"
+    selection = parse_selection(value, where)
+    for key in ("model_type", "num_hidden_layers", "num_key_value_heads"):
+        found, wanted = getattr(selection, key), getattr(config, key)
+        if found != wanted:
+            raise UserError(
+                f"{where}: key '{key}' is {found!r}, the teacher's is {wanted!r}; give the selection that was made for "
+                "this teacher"
+            )
+    layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
+    if len(selection.heads) == layers * heads:
+        everything = f"{layers} layers" if selection.unit == "layer" else f"{layers * heads} heads"
+        raise UserError(f"{where}: keeps all {everything}; leave at least one to convert")
+    return selection
+
+
+def _contents(path: Path) -> Any:
+    """The file's JSON value; None for what is no such file, which the reader of lists of layers reports."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            return None
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def parse_selection(value: Any, where: str) -> Selection:

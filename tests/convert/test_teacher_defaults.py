@@ -1,4 +1,4 @@
-"""Where windows alone take the place of windows and states, if no --mixer is given."""
+"""What convert makes if no --mixer is given."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bytes_of_spread_units_are_those_of_what_convert_makes(far: Path, tmp_pa
     assert task.sizes.total(task.spread, None) == sum(layer.cache_bytes(512) for layer in plan.layers)
 
 
-@pytest.mark.parametrize("mixer", ["window", DEFAULT_MIXER])
+@pytest.mark.parametrize("mixer", ["window", DEFAULT_MIXER, "retention+window"])
 def test_a_selection_becomes_what_it_was_planned_for(far: Path, tmp_path: Path, mixer: str) -> None:
     job = planned(far, tmp_path / "out", keep=LARGE, mixer=mixer)
     table = job.options.table(job.teacher.num_layers, (), job.teacher.config)
