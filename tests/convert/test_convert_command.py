@@ -45,7 +45,7 @@ def test_conversion(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
     assert json.loads((out / "conversion.json").read_text())["held_out"]["kl"] > 0.3
     assert printed.splitlines()[-1] == (
         "Far from its teacher: train it before use. Training on a GPU (9.9M tokens brought SmolLM2-135M to 0.26, "
-        f"with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-10m student={out} "
+        f"with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-pure student={out} "
         f"output={out}-trained 'data.decontaminate=[]' 'data.sources=[{{path: TEXT}}]'"
     )
     assert (tmp_path / "out" / "config.json").exists()
@@ -68,9 +68,9 @@ STAYS = layer("softmax", 0, 8, "softmax")
         (0.01, ("llama", 7e9), [layer("window 9", 0)], "Close to", "llama-3.1-8b"),
         (0.04, ("qwen2", 5e8), [layer("Gated DeltaNet + window 9")], "Close to", "qwen2.5-coder-0.5b"),
         (0.24, ("llama", 1e8), [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m"),
-        (0.77, ("llama", 1e8), [layer("Gated DeltaNet")], "Far from its teacher: train it", "smollm2-135m-10m"),
+        (0.77, ("llama", 1e8), [layer("Gated DeltaNet")], "Far from its teacher: train it", "smollm2-135m-pure"),
         (0.0, ("qwen2", 6e8), [layer("FoX", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
-        (0.0, ("llama", 1e8), [layer("FoX", 1, 9)], "Close to", "smollm2-135m-10m stages.distil.ce_weight=1"),
+        (0.0, ("llama", 1e8), [layer("FoX", 1, 9)], "Close to", "smollm2-135m-pure stages.distil.ce_weight=1"),
     ],
 )
 def test_the_last_line_says_how_good_it_is_and_what_to_do(

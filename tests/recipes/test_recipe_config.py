@@ -171,7 +171,7 @@ def test_shipped_recipes_are_valid_and_train_by_lora(place: Path) -> None:
         distils = [stage for stage in recipe.stages if isinstance(stage, DistilBase)]
         assert {stage.train for stage in distils} <= {"lora"}
         by_text |= {name for stage in distils if stage.ce_weight or stage.hidden_weight}
-    assert by_text == {"smollm2-135m-10m", "smollm2-135m-100m"}
+    assert by_text == {"smollm2-135m-pure", "smollm2-135m-pure-100m"}
 
 
 def test_a_file_comes_before_a_shipped_recipe_of_its_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,14 +66,14 @@ def memory(recipe: Recipe, stage: str, student: PreTrainedModel, runtime: Any = 
 
 FULL = ["stages.distil.train=full"]
 FIRST = [
-    ("smollm2-135m-10m", FULL, "align", 3.0),
-    ("smollm2-135m-10m", FULL, "distil", 7.5),
-    ("smollm2-135m-100m", FULL, "distil", 17.0),
+    ("smollm2-135m-pure", FULL, "align", 3.0),
+    ("smollm2-135m-pure", FULL, "distil", 7.5),
+    ("smollm2-135m-pure-100m", FULL, "distil", 17.0),
 ]
 """GiB on an H200 while a graph was captured, before the optimiser had a state. That of alignment is less what it held
 then but no longer holds: the student's other layers, and the hidden states between the teacher's."""
 WHOLE = [
-    ("smollm2-135m-100m", FULL, "distil", 20.0),
+    ("smollm2-135m-pure-100m", FULL, "distil", 20.0),
     ("smollm2-135m", [], "long", 9.5),
     ("gemma-3-270m-32k", ["stages.long.hidden_weight=1.0"], "long", 19.2),
     ("gemma-3-270m-32k", ["stages.32k.hidden_weight=1.0"], "32k", 38.3),

@@ -20,8 +20,8 @@ LARGER = {  # recipes of larger models by their parameters; of other families, t
 # Recipes, and what they were measured to do (docs/results.md, docs/gated-deltanet.md, docs/mixers.md).
 WINDOWS = "smollm2-135m-windows", "9.9M tokens halved SmolLM2-135M's KL on texts of 8k tokens"
 WITH_STATES = "smollm2-135m", "98.3M tokens brought SmolLM2-135M with ten full-attention heads to 0.007"
-STATES = "smollm2-135m-10m", "9.9M tokens brought SmolLM2-135M to 0.26, with attention in every fourth layer to 0.16"
-ADDED = "smollm2-135m-10m stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
+STATES = "smollm2-135m-pure", "9.9M tokens brought SmolLM2-135M to 0.26, with attention in every fourth layer to 0.16"
+ADDED = "smollm2-135m-pure stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
 QWEN = {  # of these recipes, what they did to their own model
     "qwen2.5-coder-0.5b": "9.9M tokens brought Qwen2.5-Coder-0.5B to 0.02",
     "qwen2.5-coder-1.5b": "9.9M tokens brought Qwen2.5-Coder-1.5B to 0.014",

@@ -33,7 +33,7 @@ from measuring.benchmarks.random_inputs import Inputs
 from measuring.benchmarks.stage_row import stage_figures
 from measuring.rows import RowFile
 
-RECIPES = {"135M": "smollm2-135m-100m", "1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
+RECIPES = {"135M": "smollm2-135m-pure-100m", "1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
 RESULTS = "large_models.json"
 KEY = ("shape", "stage", "train", "gpus", "run")
 CACHED_STEPS = 16  # of layerwise alignment: steps whose activations are kept on disk; 3 GB for 8B
