@@ -253,6 +253,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"unit": "kv_head", "kept": [[0, 2]], "order": [[0, 2]]}, "holds [0, 2], which the model does not have"),
     ({"num_hidden_layers": "4"}, "key 'num_hidden_layers' is '4', expected a JSON whole number"),
     ({"num_key_value_heads": 0}, "key 'num_key_value_heads' is 0, expected at least 1"),
+    ({"settings": {"kind": {"window": 65}}}, "key 'settings.kind' is {'window': 65}, expected the settings of a mixer"),
     ({"teacher": None}, "key 'teacher' is None, expected a JSON string"),
     ({"model_type": "qwen3"}, "key 'model_type' is 'qwen3', the teacher's is 'llama'"),
     ({"num_hidden_layers": 8}, "key 'num_hidden_layers' is 8, the teacher's is 4"),

@@ -149,6 +149,9 @@ def parse_selection(value: Any, where: str) -> Selection:
     for key, kind in types.items():
         if type(found.get(key)) is not kind:
             raise UserError(f"{where}: key '{key}' is {found.get(key)!r:.60}, expected a JSON {_json_name(kind)}")
+    kind = found["settings"].get("kind", {"mixer": ""})
+    if not isinstance(kind, dict) or not isinstance(kind.get("mixer"), str):
+        raise UserError(f"{where}: key 'settings.kind' is {kind!r:.60}, expected the settings of a mixer")
     if found["unit"] not in UNITS:
         raise UserError(f"{where}: key 'unit' is {found['unit']!r:.60}, expected one of {', '.join(UNITS)}")
     for key in ("num_hidden_layers", "num_key_value_heads"):
