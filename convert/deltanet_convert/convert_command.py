@@ -46,7 +46,7 @@ def convert_command(
     with sole_conversion(out):
         with shown_on(console) if options.automatic else nullcontext(unseen) as show:
             job = prepare(teacher, out, options, show)
-        if job.options.mixer != options.mixer and job.table.converted:
+        if job.options.mixer == "window" != options.mixer and job.table.converted:
             console.print(
                 "Windows alone (--mixer window): the default with --context, where layers slide, where states would "
                 "take more than a sixth of the bytes, and for a selection that was made for them.",

@@ -1,4 +1,4 @@
-"""What convert makes if no --mixer is given."""
+"""The defaults that depend on the teacher: the mixer without --mixer, and the bytes that `select` counts for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deltanet_convert.convert_command import convert_command
 from deltanet_convert.job import Job, prepare
 from deltanet_convert.options import DEFAULT_MIXER, ConvertOptions
 from deltanet_convert.select.command import selected
@@ -57,7 +58,9 @@ def test_bytes_of_spread_units_are_those_of_what_convert_makes(far: Path, tmp_pa
 
 
 @pytest.mark.parametrize("mixer", ["window", DEFAULT_MIXER, "retention+window"])
-def test_a_selection_becomes_what_it_was_planned_for(far: Path, tmp_path: Path, mixer: str) -> None:
+def test_a_selection_becomes_what_it_was_planned_for(
+    far: Path, tmp_path: Path, mixer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = planned(far, tmp_path / "out", keep=LARGE, mixer=mixer)
     table = job.options.table(job.teacher.num_layers, (), job.teacher.config)
     selection = plan_selection(job.teacher, SelectOptions(keep=LARGE), table).unmeasured()
@@ -65,3 +68,5 @@ def test_a_selection_becomes_what_it_was_planned_for(far: Path, tmp_path: Path, 
     made = planned(far, tmp_path / "out", keep=str(tmp_path / "plan.json"))
     assert made.options.mixer == mixer
     assert sum(layer.cache_bytes(512) for layer in made.plan.layers) <= 80_000
+    convert_command(str(far), tmp_path / "out", keep=str(tmp_path / "plan.json"), dry_run=True)
+    assert ("Windows alone (--mixer window)" in capsys.readouterr().out) == (mixer == "window")

@@ -31,7 +31,7 @@ def with_defaults(options: ConvertOptions, teacher: Teacher) -> ConvertOptions:
 
 
 def default_mixer(options: ConvertOptions, teacher: Teacher) -> str:
-    """What a selection was planned for; else windows and states, or windows alone.
+    """The mixer that a selection was planned for; without one windows and states, or windows alone.
 
     Windows are alone with --context, where an untrained state is further from the text; where layers slide, which
     allows no state of what has left a window; and where states would take more than `LARGEST_STATE_SHARE` of a budget
@@ -40,12 +40,14 @@ def default_mixer(options: ConvertOptions, teacher: Teacher) -> str:
     slides = any(sliding_window(teacher.config, layer) is not None for layer in range(teacher.num_layers))
     if options.context is not None or slides:
         return WindowAttention.name
+    if options.automatic:
+        alone = options.plans_windows and _states_take_too_much(options, teacher)
+        return WindowAttention.name if alone else DEFAULT_MIXER
     selection = file_selection(options.keep, teacher.config)
-    if selection is not None and selection.planned_windows is not None:
-        kind = selection.settings.get("kind")
-        return WindowAttention.name if kind is None else f"{kind['mixer']}{WINDOW_SUFFIX}"
-    planned = options.automatic and options.plans_windows
-    return WindowAttention.name if planned and _states_take_too_much(options, teacher) else DEFAULT_MIXER
+    if selection is None or selection.planned_windows is None:
+        return DEFAULT_MIXER
+    kind = selection.settings.get("kind")
+    return WindowAttention.name if kind is None else f"{kind['mixer']}{WINDOW_SUFFIX}"
 
 
 def _states_take_too_much(options: ConvertOptions, teacher: Teacher) -> bool:
