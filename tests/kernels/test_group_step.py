@@ -40,6 +40,7 @@ def step(
     turns_back: bool = False,
     dtype: torch.dtype = torch.float32,
     sinks: int = 4,
+    groups: int = GROUPS,
 ) -> GroupStepCall:
     """A call on CPU, of sequences of so many tokens and so many query heads, states and key heads."""
     make = torch.Generator().manual_seed(1)
@@ -54,10 +55,10 @@ def step(
     caches = []
     for length in tokens:
         k, v = round_tokens(normal(1, length, HK, D).to(dtype), normal(1, length, HK, D).to(dtype))
-        caches.append(pack_prompt(k, v, bits, GROUPS, None, order)[0].tensors)
+        caches.append(pack_prompt(k, v, bits, groups, None, order)[0].tensors)
     cache = PackedKeyValues(*(torch.cat(parts) for parts in zip(*caches, strict=True)), order)  # type: ignore[call-arg]
     codes, scale = torch.randint(-127, 128, (B, H, D, D), generator=make), normal(B, H, D).abs() / 127
-    places = 32 * (GROUPS + 1)
+    places = 32 * (groups + 1)
     waiting = (-normal(B, places, H).abs() / 8).bfloat16(), normal(B, places, H).sigmoid().bfloat16()
     angle = normal(B, 1, turned)
     rotation = (angle.cos().to(dtype), angle.sin().to(dtype)) if turned else (None, None)
@@ -65,7 +66,7 @@ def step(
     back = normal(1, 1, turned)
     turn = (back.cos().to(dtype), back.sin().to(dtype)) if turns_back else (None, None)
     token = PackedStepCall(
-        *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * GROUPS + 1, sinks, None, 0.3, None,
+        *(normal(B, 1, heads, D).to(dtype) for heads in (HQ, HK, HK)), cache, 32 * groups + 1, sinks, None, 0.3, None,
         *rotation, edge=32, turn_cos=turn[0], turn_sin=turn[1],
     )  # fmt: skip
     z, norm_weight = (normal(B, 1, HQ, D).to(dtype), normal(HQ, D).to(dtype)) if gated else (None, None)

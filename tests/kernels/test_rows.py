@@ -29,6 +29,7 @@ ROWS: list[tuple[torch.Tensor, int, bool]] = [
     (TALL.transpose(0, 1), 10, True),
     (X[:1, :1, :4].expand(3, 1, 4), 0, False),
     (X[:0], 20, False),
+    (X[:1, 3:, 3:10], 7, False),  # whatever the strides of no token are
 ]
 
 

@@ -19,7 +19,7 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     for i in range(len(shape) - 1, 1, -1):
         dense = dense and (shape[i] == 1 or strides[i] == width)
         width *= shape[i]
-    if batch * tokens == 1:
+    if batch * tokens <= 1:  # the strides say nothing
         return (x if dense else x.contiguous()), width
     distance = strides[1] if tokens > 1 else strides[0]
     if dense and (batch == 1 or tokens == 1 or strides[0] == tokens * distance):

@@ -19,20 +19,20 @@ from deltanet_kernels.packed_cache.numbers import GROUP
 BLOCK = 512
 
 
-@triton.jit(do_not_specialize=["T", "L", "sinks"])
+@triton.jit(do_not_specialize=["T", "L", "sinks", "groups"])
 def group_gates_kernel(
-    a, b, A_log, dt_bias, length, g, beta, waiting_g, waiting_beta, T, L, sinks, a_row, b_row,
-    N: tl.constexpr, H: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    a, b, A_log, dt_bias, length, g, beta, waiting_g, waiting_beta, T, L, sinks, groups, a_row, b_row,
+    H: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK gates of a row, or places for them; tokens of a and b are x_row elements apart."""
-    PLACES: tl.constexpr = 32 * (N + 1)
-    blocks = tl.cdiv(tl.maximum(T, PLACES) * H, BLOCK)
+    places = GROUP * (groups + 1)
+    blocks = tl.cdiv(tl.maximum(T, places) * H, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     m = i < T * H
     t, h = i // H, i % H
     end = T if length is None else tl.load(length).to(tl.int32)
-    left = tl.maximum(end - 1 - N * GROUP, 0) // GROUP * GROUP
+    left = tl.maximum(end - 1 - groups * GROUP, 0) // GROUP * GROUP
     writes = (t >= sinks) & (t < left)
     x = tl.load(a + (n * T + t) * a_row + h, mask=m, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + h, mask=m, other=0.0).to(tl.float32)
@@ -42,9 +42,9 @@ def group_gates_kernel(
     at = n * L * H + i
     tl.store(g + at, tl.where(writes, x.to(tl.float32), 0.0), mask=m & (t < L))
     tl.store(beta + at, tl.where(writes, y.to(tl.float32), 0.0), mask=m & (t < L))
-    at = (n * PLACES + t % PLACES) * H + h
+    at = (n * places + t % places) * H + h
     # Places that no token has taken hold 0.
-    waits = (t >= end - PLACES) & (t < tl.maximum(end, PLACES))
+    waits = (t >= end - places) & (t < tl.maximum(end, places))
     tl.store(waiting_g + at, tl.where(t < end, x, 0.0), mask=waits)
     tl.store(waiting_beta + at, tl.where(t < end, y, 0.0), mask=waits)
 
@@ -64,7 +64,7 @@ def group_gates_op(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor
     (a, a_row), (b, b_row) = rows(call.a), rows(call.b)
     launch(
         group_gates_kernel, B * cdiv(max(T, places) * H, BLOCK), a, b, call.A_log, call.dt_bias, call.length, *made, T,
-        L, call.sinks, a_row, b_row, N=call.groups, H=H, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
+        L, call.sinks, call.groups, a_row, b_row, H=H, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return made
 

@@ -98,7 +98,7 @@ def group_token_kernel(
         place = first // GROUP % groups
         kc, ks, vc, vs, group = key_codes, key_scales, value_codes, value_scales, pair * groups + place
         if state_indices is not None:
-            kc, ks, vc, vs, group = in_page(kc, ks, vc, vs, state_indices, n, h, place, PLACES)
+            kc, ks, vc, vs, group = in_page(kc, ks, vc, vs, state_indices, n, h, place, groups, PLACES)
         codes = group * (GROUP * D * BITS // 8)
         for i in range(0, H // HK):
             own = h * (H // HK) + i

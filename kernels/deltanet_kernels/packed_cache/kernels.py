@@ -143,7 +143,7 @@ class Places(NamedTuple):
     """Where the rows of a cache are whose sequences have indices: a compile-time constant of the kernels."""
 
     PER_PAGE: int
-    """Groups of a page; from here on elements from a row of a tensor to its next."""
+    """Groups of a page, 0 where a row has one page; from here on elements from a row of a tensor to its next."""
     PAGES_ROW: int
     KC_ROW: int
     KS_ROW: int
@@ -156,10 +156,17 @@ class Places(NamedTuple):
 
 
 @triton.jit
-def in_page(key_codes, key_scales, value_codes, value_scales, pages, b, h, place, PLACES: tl.constexpr):
-    """The tensors of the page that holds the group in `place` of row b, and the number of head h's group in it."""
-    page = tl.load(pages + b * PLACES.PAGES_ROW + place // PLACES.PER_PAGE).to(tl.int64)
-    n = h * PLACES.PER_PAGE + place % PLACES.PER_PAGE
+def in_page(key_codes, key_scales, value_codes, value_scales, pages, b, h, place, groups, PLACES: tl.constexpr):
+    """The tensors of the page that holds the group in `place` of row b, and the number of head h's group in it.
+
+    A row has `groups` groups.
+    """
+    if PLACES.PER_PAGE == 0:
+        page = tl.load(pages + b * PLACES.PAGES_ROW).to(tl.int64)
+        n = h * groups + place
+    else:
+        page = tl.load(pages + b * PLACES.PAGES_ROW + place // PLACES.PER_PAGE).to(tl.int64)
+        n = h * PLACES.PER_PAGE + place % PLACES.PER_PAGE
     key_codes += page * PLACES.KC_ROW
     key_scales += page * PLACES.KS_ROW
     value_codes += page * PLACES.VC_ROW
@@ -254,7 +261,7 @@ def packed_span_kernel(
         for place in tl.range(c * span, end, num_stages=STAGES):
             kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, place
             if pages is not None:
-                kc, ks, vc, vs, n = in_page(kc, ks, vc, vs, pages, pair // HK, pair % HK, place, PLACES)
+                kc, ks, vc, vs, n = in_page(kc, ks, vc, vs, pages, pair // HK, pair % HK, place, groups, PLACES)
             at = n * (GROUP * D * BITS // 8)
             k = restored_group(kc + at, ks + n * D, token, GROUP, D, BITS, key_order is not None, PAIRS, q_MD.dtype)
             v = restored_group(vc + at, vs + n * D, d, D, GROUP, BITS, False, PAIRS, q_MD.dtype)
@@ -312,7 +319,7 @@ def put_token(
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
         kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, pair * groups + place
         if pages is not None:
-            kc, ks, vc, vs, n = in_page(kc, ks, vc, vs, pages, b, h, place, PLACES)
+            kc, ks, vc, vs, n = in_page(kc, ks, vc, vs, pages, b, h, place, groups, PLACES)
         own = tl.arange(0, GROUP) + SINKS
         own_k = load_tokens(keys, token_scales, own, own > 0, False, GROUP, D)
         own_v = tl.trans(load_tokens(values, token_scales, own, own > 0, True, GROUP, D))

@@ -98,7 +98,8 @@ def places_of(cache: PackedKeyValues, pages: Tensor | None) -> Places | None:
     """Where the rows of a cache are, with pages as in `PackedStepCall`."""
     if pages is None:
         return None
-    return Places(cache.groups, *map(row_size, (pages, *cache.tensors)))
+    alone = pages.shape[1] == pages.stride(0) == 1  # so all lengths of windows share a kernel
+    return Places(0 if alone else cache.groups, *map(row_size, (pages, *cache.tensors)))
 
 
 def span_parts(call: PackedAttentionCall, state_indices: Tensor | None, pages: Tensor | None) -> tuple[Tensor, Tensor]:

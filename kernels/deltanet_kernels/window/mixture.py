@@ -34,11 +34,11 @@ def state_share(share_logit, far_slope, near_slope, lse, n, places, REACH: tl.co
     return tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "T", "before", "period"])
+@triton.jit(do_not_specialize=["tokens", "T", "before", "period", "places"])
 def mixture_kernel(
     window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, T, before,
-    period, eps,
-    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, REACH: tl.constexpr,
+    period, places, eps,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, REACH: tl.constexpr,
     WEIGHTS: tl.constexpr, NUMBERS: tl.constexpr, GATE: tl.constexpr, STATE_ROW: tl.constexpr, S_ROW: tl.constexpr,
     Z_ROW: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def mixture_kernel(
     share = state_share(
         tl.load(share_logit + token * S_ROW + head, mask=m_r, other=0.0),
         tl.load(far_slope + head, mask=m_r, other=0.0), tl.load(near_slope + head, mask=m_r, other=0.0),
-        tl.load(lse + r, mask=m_r, other=0.0), n, PLACES, REACH, EDGE,
+        tl.load(lse + r, mask=m_r, other=0.0), n, places, REACH, EDGE,
     )  # fmt: skip
     n_RD = tl.load(window_output + at, mask=m, other=0.0).to(tl.float32)
     tl.store(y + at, (n_RD + share[:, None] * (f_RD - n_RD)).to(y.dtype.element_ty), mask=m)
@@ -94,8 +94,8 @@ def window_mixture_op(call: WindowMixtureCall) -> torch.Tensor:
     launch(
         mixture_kernel, cdiv(B * T * H, ROWS),
         window_output, lse, state_output, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, B * T,
-        T, T - call.state_output.shape[1], T if numbers is None else numbers.numel(), call.eps,
-        H=H, D=D, BD=BD, ROWS=ROWS, PLACES=call.places, REACH=ALL if call.reach is None else call.reach,
+        T, T - call.state_output.shape[1], T if numbers is None else numbers.numel(), call.places, call.eps,
+        H=H, D=D, BD=BD, ROWS=ROWS, REACH=ALL if call.reach is None else call.reach,
         WEIGHTS=0 if norm_weight is None else norm_weight.numel() // D, NUMBERS=numbers is not None,
         GATE=z is not None, STATE_ROW=state_row, S_ROW=s_row, Z_ROW=z_row, EDGE=call.edge, num_warps=4,
     )  # fmt: skip
