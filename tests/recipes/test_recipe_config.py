@@ -68,6 +68,14 @@ def test_contradictions(place: Path) -> None:
         assert expected in refused(place, recipe_tree(place, stages))
 
 
+def test_an_evaluation_array_overwrites_nothing(place: Path) -> None:
+    tree = recipe_tree(place, [ALIGN])
+    for path, *names in (("text.npy", "a.npy", "./a.npy"), ("text.npy", "./text.npy")):
+        arrays = [{"array": name, "window": 8, "groups": 1} for name in names]
+        tree["data"]["sources"] = [{"path": path, "evaluation": arrays}]
+        assert f"{names[-1]} is a source, or another array; choose another name" in refused(place, tree)
+
+
 def test_missing_files_are_named(place: Path) -> None:
     tree = recipe_tree(place, [ALIGN], data={"sources": [{"path": "nowhere.jsonl"}], "decontaminate": ["no.txt"]})
     tree["student"] = str(place / "absent")
