@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import QualityError, UserError
@@ -409,6 +409,28 @@ def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) ->
         (tmp_path / "run" / "run.json").write_text(damaged)
         with pytest.raises(UserError, match=r"run.json: is damaged .*; choose another output, or delete it"):
             train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
+
+
+def test_a_run_does_not_go_on_with_another_text_or_student(workplace: Path, tmp_path: Path) -> None:
+    student = shutil.copytree(workplace / "student", tmp_path / "student")
+    text = shutil.copy(workplace / "text.jsonl", tmp_path)
+    changes: dict[str, Any] = {"student": str(student), "data": {"sources": [{"path": str(text)}]}}
+    with interrupted_at(3):
+        train(workplace, tmp_path / "run", [ALIGN], **changes)
+    report = (tmp_path / "run" / "data.json").read_text()
+    lines = Path(text).read_text().splitlines(keepends=True)
+    for changed, key in ((lines[1:], "documents"), (lines[::-1], "sha256")):
+        Path(text).write_text("".join(changed))
+        with pytest.raises(UserError, match=rf"holds a run with another text\.0\.{key} \("):
+            train(workplace, tmp_path / "run", [ALIGN], **changes)
+        assert (tmp_path / "run" / "data.json").read_text() == report
+    Path(text).write_text("".join(lines))
+    stored = weights(student)
+    save_file({name: t + 1 for name, t in stored.items()}, student / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"holds a run with another student\.model\.safetensors \("):
+        train(workplace, tmp_path / "run", [ALIGN], **changes)
+    save_file(stored, student / "model.safetensors", metadata={"format": "pt"})
+    assert train(workplace, tmp_path / "run", [ALIGN], **changes)[-1]["step"] == 12
 
 
 def test_a_run_that_ended_before_its_first_step_can_be_another(workplace: Path, tmp_path: Path) -> None:
