@@ -144,6 +144,14 @@ def test_stages_are_named_in_their_order_and_once(place: Path) -> None:
     assert message.endswith("stages has no element 'distil'; it has align, long, 8k")
 
 
+def test_a_key_that_stands_twice_is_refused(place: Path) -> None:
+    (place / "recipe.yaml").write_text("student: a\nstages:\n- {kind: align}\noutput: b\nstudent: c\n")
+    with pytest.raises(UserError, match=r"recipe.yaml: not valid YAML: student is there twice [^\n]* line 5"):
+        load_recipe(place / "recipe.yaml")
+    with pytest.raises(UserError, match="the value is not valid YAML"):
+        load_recipe("demo", ["engine={device: cpu, device: cuda}"])
+
+
 def test_not_yaml_and_not_there(place: Path) -> None:
     for text in ("a: [1", "[" * 5000):
         (place / "bad.yaml").write_text(text)
