@@ -159,6 +159,10 @@ class TextFile:
                 continue
             try:
                 record = json.loads(line)
+                if "\\u" in line:  # an escape may be half of a character, which no tokenizer takes
+                    json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise self._error(f"line {number} is not Unicode text ({error.reason}); leave it out") from None
             except (ValueError, RecursionError) as error:
                 raise self._error(f"line {number} is not JSON ({error}); write one object per line") from None
             yield f"line {number}", record

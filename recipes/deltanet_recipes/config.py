@@ -39,7 +39,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """As `load_recipe`, but without a look at the files that the recipe names."""
     path = recipe_path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Once)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except Exception as error:  # beside YAML's own errors, those of its dates and numbers, and of deep nesting
@@ -56,12 +56,22 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(_describe(path, error)) from None
 
 
+class _Once(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML's own loader drops the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := next((key for index, (key, _) in enumerate(node.value) if key.value in keys[:index]), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice.value} is there twice", twice.start_mark)
+        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override {override!r}: write it as key=value, for example stages.long.tokens=1000000")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Once)
     except Exception:  # of many types, as above
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
     *parents, last = key.split(".")

@@ -68,7 +68,10 @@ class Align(StageBase):
         "with one layer of the teacher on the GPU.",
     )
     cached_tokens: int | None = Field(
-        None, gt=1, description="layerwise: number of distinct tokens whose activations are cached. Default: tokens."
+        None,
+        gt=1,
+        description="layerwise: number of distinct tokens whose activations are cached, rounded down to a multiple of "
+        "batch_tokens. Default: tokens.",
     )
 
     @model_validator(mode="after")
@@ -76,8 +79,6 @@ class Align(StageBase):
         if self.cached_tokens is not None:
             if not self.layerwise:
                 raise ValueError("cached_tokens needs mode: layerwise")
-            if self.cached_tokens % self.sequence_length:
-                raise ValueError("cached_tokens must be a multiple of sequence_length")
             if self.cached_tokens < self.batch_tokens:
                 raise ValueError("cached_tokens must hold at least one step (batch_tokens)")
         return self
@@ -200,6 +201,5 @@ def stage_name(stage: Stage) -> str:
 
 def stage_tokens(stage: Stage) -> int:
     """The number of distinct tokens that a stage takes from the data."""
-    if isinstance(stage, Align) and stage.cached_tokens is not None:
-        return stage.cached_tokens
-    return stage.steps * stage.batch_tokens
+    cached = stage.cached_tokens if isinstance(stage, Align) else None
+    return (stage.tokens if cached is None else cached) // stage.batch_tokens * stage.batch_tokens

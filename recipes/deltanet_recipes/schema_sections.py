@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -31,7 +32,9 @@ class Recall(Strict):
 class EvaluationArray(Strict):
     """Windows of a source's text that are kept for evaluation, as token ids. Their groups are never trained on."""
 
-    array: str = Field(..., description="File to write: .npy, [windows x window] token ids one after another.")
+    array: str = Field(
+        ..., pattern=r"\.npy$", description="File to write: .npy, [windows x window] token ids one after another."
+    )
     window: int = Field(..., gt=0, description="Tokens per window. No window holds text of two groups.")
     groups: Annotated[int, Field(gt=0)] | tuple[str, ...] = Field(
         ...,
@@ -124,6 +127,15 @@ class Data(Strict):
         description="Evaluation files or folders of them. Documents that share 13 tokens in a row with any text in "
         "these files, or with an array under `sources.evaluation`, are dropped.",
     )
+
+    @model_validator(mode="after")
+    def _arrays_are_files_of_their_own(self) -> Data:
+        named = [os.path.abspath(source.path) for source in self.sources if source.path is not None]
+        for array in (array.array for source in self.sources for array in source.evaluation):
+            if os.path.abspath(array) in named:
+                raise ValueError(f"sources.evaluation: {array} is a source, or another array; choose another name")
+            named.append(os.path.abspath(array))
+        return self
 
     @model_validator(mode="after")
     def _recall_has_a_text(self) -> Data:

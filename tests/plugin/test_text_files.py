@@ -75,6 +75,7 @@ DAMAGED: list[tuple[str, bytes | None, str]] = [
     ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
     ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
     ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+    ("a.jsonl", b'{"text": "\\u00e9"}\n{"text": "\\ud83d"}', "line 2 is not Unicode text (surrogates"),
     ("a.jsonl", b'{"content": "a"}', "line 1 has no string under key 'text'; set text_key"),
     ("a.jsonl", b'["a"]', "line 1 has no string under key 'text'"),
     ("a.jsonl", b'{"text": 3}', "line 1 has no string under key 'text'"),

@@ -68,6 +68,14 @@ def test_contradictions(place: Path) -> None:
         assert expected in refused(place, recipe_tree(place, stages))
 
 
+def test_an_evaluation_array_overwrites_nothing(place: Path) -> None:
+    tree = recipe_tree(place, [ALIGN])
+    for path, *names in (("text.npy", "a.npy", "./a.npy"), ("text.npy", "./text.npy")):
+        arrays = [{"array": name, "window": 8, "groups": 1} for name in names]
+        tree["data"]["sources"] = [{"path": path, "evaluation": arrays}]
+        assert f"{names[-1]} is a source, or another array; choose another name" in refused(place, tree)
+
+
 def test_missing_files_are_named(place: Path) -> None:
     tree = recipe_tree(place, [ALIGN], data={"sources": [{"path": "nowhere.jsonl"}], "decontaminate": ["no.txt"]})
     tree["student"] = str(place / "absent")
@@ -134,6 +142,14 @@ def test_stages_are_named_in_their_order_and_once(place: Path) -> None:
     long = [{**DISTIL, "kind": "long"}, {**DISTIL, "kind": "long", "name": "8k"}]
     message = refused(place, recipe_tree(place, [ALIGN, *long]), "stages.distil.tokens=1")
     assert message.endswith("stages has no element 'distil'; it has align, long, 8k")
+
+
+def test_a_key_that_stands_twice_is_refused(place: Path) -> None:
+    (place / "recipe.yaml").write_text("student: a\nstages:\n- {kind: align}\noutput: b\nstudent: c\n")
+    with pytest.raises(UserError, match=r"recipe.yaml: not valid YAML: student is there twice [^\n]* line 5"):
+        load_recipe(place / "recipe.yaml")
+    with pytest.raises(UserError, match="the value is not valid YAML"):
+        load_recipe("demo", ["engine={device: cpu, device: cuda}"])
 
 
 def test_not_yaml_and_not_there(place: Path) -> None:

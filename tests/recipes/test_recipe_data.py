@@ -67,7 +67,9 @@ def test_second_use_reads_the_cache_and_a_change_does_not(tmp_path: Path, monkey
     load(tmp_path, Source(path=str(path)))
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "_build", lambda *args: pytest.fail("a corpus that is there is made again"))
-        assert load(tmp_path, Source(path=str(path))).tokens.tolist() == IDS
+        other = load(tmp_path, Source(path=str(path), weight=3))
+        assert other.tokens.tolist() == IDS
+        assert other.report["source"]["weight"] == 3
     assert load(tmp_path, Source(path=str(path), max_tokens=5)).tokens.tolist() == IDS[:5]
 
 
@@ -107,6 +109,29 @@ def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_a_chat_that_the_template_refuses_is_one_line(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"m": chat}))
+    source = Source(path=str(tmp_path / "a.jsonl"), messages_key="m")
+    with pytest.raises(UserError, match=r"^data: .* the roles user \(roles must alternate\); leave such chats out$"):
+        load_corpus(source, tokenizer, EOS, tmp_path / "cache")
+
+
+def test_chats_without_a_reply_are_skipped(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    asked = [{"role": "user", "content": "w1"}]
+    source = Source(path=str(tmp_path / "a.jsonl"), messages_key="m")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"m": asked}) + "\n")
+    with pytest.raises(UserError, match="no text in it, and no chat with a reply"):
+        load_corpus(source, tokenizer, EOS, tmp_path / "cache")
+    chats = (asked, [], [*asked, {"role": "assistant", "content": "w2"}])
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"m": chat}) + "\n" for chat in chats))
+    assert load_corpus(source, tokenizer, EOS, tmp_path / "cache").report["documents"] == 1
+
+
 def test_chats_without_roles_are_refused(tmp_path: Path) -> None:
     for chat in ([{"content": "w1"}], "w1", [{"role": "user"}], None):
         (tmp_path / "a.jsonl").write_text(json.dumps({"m": chat}))
@@ -117,6 +142,13 @@ def test_chats_without_roles_are_refused(tmp_path: Path) -> None:
 def test_null_texts_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "w1"}\n')
     assert load(tmp_path, Source(path=str(tmp_path / "a.jsonl"))).tokens.tolist() == [5, EOS]
+
+
+def test_documents_without_a_group_are_not_pieces_of_one_text(tmp_path: Path) -> None:
+    lines = [{"text": f"w{i}", "g": group} for i, group in enumerate((None, None, "a", "a"))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    corpus = load(tmp_path, Source(path=str(tmp_path / "a.jsonl"), group_key="g", join_groups=True))
+    assert corpus.starts.tolist() == [0, 2, 4, 7]
 
 
 @pytest.mark.parametrize("streaming", [True, False])

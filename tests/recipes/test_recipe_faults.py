@@ -35,6 +35,7 @@ WRITES: list[tuple[Any, str, int, int]] = [
     (tokens, "_build", 100, 0),  # tokens.bin
     (layerwise, "reserve", 4096, 1),  # activations
     (Logbook, "write", 10, 0),
+    (pipeline, "show_plan", 100, 0),
     (Logbook, "write", 700, 1),
     (training_state.torch, "save", 3000, 0),  # weights.pt, in the middle
     (training_state, "write_sums", 10, 0),

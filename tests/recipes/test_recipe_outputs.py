@@ -64,6 +64,12 @@ def test_a_run_shows_its_plan_and_its_progress(finished: tuple[Path, str]) -> No
     assert all(word in line for word in ("loss", "kl", "tok/s", "GiB", "ETA"))
 
 
+def test_names_of_folders_are_no_markup(workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "[bold]a[" / "b] :bug:"
+    run(tiny_recipe(workplace, out, {**ALIGN, "tokens": 128, "name": "[b]"}))
+    assert f"final model: {out}/final\n" in capfd.readouterr().err
+
+
 def test_the_counts_of_the_data_are_in_the_run(finished: tuple[Path, str]) -> None:
     (counts,) = json.loads((finished[0] / "data.json").read_text())
     (dropped,) = counts["contaminated_by"].values()

@@ -141,6 +141,22 @@ def test_a_stage_that_makes_the_student_worse_stops_unless_told_otherwise(
     assert losses(recipe.parent / "run")[-1][1] == 12
 
 
+def test_rounding_errors_and_steps_without_a_scored_token_are_no_yardstick(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first loss is 0, and the held-out loss of a student that equals its teacher may be below it."""
+    recipe, step = recipe_file(workplace, tmp_path, [DISTIL]), trainer.Trainer.optimiser_step
+
+    def no_loss_at_first(self: trainer.Trainer) -> Any:
+        metrics, norm = step(self)
+        return metrics * (self.step > 0), norm
+
+    monkeypatch.setattr(trainer.Trainer, "optimiser_step", no_loss_at_first)
+    monkeypatch.setattr(trainer.Trainer, "_held_out", lambda self: {trainer.HELD_OUT_LOSS: -3e-9})
+    run(recipe, "log.evaluate_every=4")
+    assert losses(recipe.parent / "run")[-1][1] == 12
+
+
 def test_rates_that_a_student_with_windows_needs_are_asked_for(workplace: Path, tmp_path: Path) -> None:
     rates = {"mixer_lr": 1e-3, "share_lr": 1e-3}
     bare = recipe_file(workplace, tmp_path / "a", [ALIGN, {**DISTIL, "optimizer": {**rates, "rest_lr": 1e-4}}])

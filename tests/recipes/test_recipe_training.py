@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import QualityError, UserError
@@ -253,12 +253,19 @@ def test_adapters_leave_experts_and_routers_alone(family: str) -> None:
 
 
 def test_micro_batches_give_the_same_training(workplace: Path, tmp_path: Path) -> None:
-    stages = [{**stage, "tokens": 512} for stage in (ALIGN, DISTIL)]
-    train(workplace, tmp_path / "a" / "run", stages)
+    """Of a layer too, whose run goes on with other micro-batches. Five held-out rows are no pairs, nor nine cached."""
+    layerwise = {**ALIGN, "name": "layers", "mode": "layerwise", "tokens": 128 * 12, "cached_tokens": 64 * 9}
+    stages = [layerwise, *({**stage, "tokens": 512} for stage in (ALIGN, DISTIL))]
+    data = {"holdout_tokens": 64 * 5}
+    one = train(workplace, tmp_path / "a" / "run", stages, data=data)
     engine = {"device": "cpu", "gradient_checkpointing": True}
-    train(workplace, tmp_path / "b" / "run", [{**stage, "micro_batch_rows": 1} for stage in stages], engine=engine)
-    for (_, _, a), (_, _, b) in zip(*(losses(tmp_path / name / "run") for name in "ab"), strict=True):
-        assert a == pytest.approx(b, rel=1e-4)
+    with interrupted_at(5):
+        train(workplace, tmp_path / "b" / "run", stages, data=data, engine=engine)
+    small = [{**stage, "micro_batch_rows": 1} for stage in stages]
+    two = train(workplace, tmp_path / "b" / "run", small, data=data, engine=engine)
+    for key in ("loss", "held_out.loss"):
+        values = [[row[key] for row in rows if key in row] for rows in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
 def start(recipe: Path, *arguments: str, processes: int = 1) -> subprocess.Popen[bytes]:
@@ -402,6 +409,28 @@ def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) ->
         (tmp_path / "run" / "run.json").write_text(damaged)
         with pytest.raises(UserError, match=r"run.json: is damaged .*; choose another output, or delete it"):
             train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
+
+
+def test_a_run_does_not_go_on_with_another_text_or_student(workplace: Path, tmp_path: Path) -> None:
+    student = shutil.copytree(workplace / "student", tmp_path / "student")
+    text = shutil.copy(workplace / "text.jsonl", tmp_path)
+    changes: dict[str, Any] = {"student": str(student), "data": {"sources": [{"path": str(text)}]}}
+    with interrupted_at(3):
+        train(workplace, tmp_path / "run", [ALIGN], **changes)
+    report = (tmp_path / "run" / "data.json").read_text()
+    lines = Path(text).read_text().splitlines(keepends=True)
+    for changed, key in ((lines[1:], "documents"), (lines[::-1], "sha256")):
+        Path(text).write_text("".join(changed))
+        with pytest.raises(UserError, match=rf"holds a run with another text\.0\.{key} \("):
+            train(workplace, tmp_path / "run", [ALIGN], **changes)
+        assert (tmp_path / "run" / "data.json").read_text() == report
+    Path(text).write_text("".join(lines))
+    stored = weights(student)
+    save_file({name: t + 1 for name, t in stored.items()}, student / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"holds a run with another student\.model\.safetensors \("):
+        train(workplace, tmp_path / "run", [ALIGN], **changes)
+    save_file(stored, student / "model.safetensors", metadata={"format": "pt"})
+    assert train(workplace, tmp_path / "run", [ALIGN], **changes)[-1]["step"] == 12
 
 
 def test_a_run_that_ended_before_its_first_step_can_be_another(workplace: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 
 
 def render_chat(
@@ -17,7 +17,7 @@ def render_chat(
 
     `scored` is True for the tokens of replies. A reply is what the template adds between the prompt with the generation
     header and the prompt with the reply, so it includes the token that ends the turn. Raises UserError if a chat is no
-    list of messages, if there is no template, or if the template rewrites earlier turns.
+    list of messages, if there is no template, or if the template refuses it or rewrites earlier turns.
     """
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
@@ -40,5 +40,12 @@ def render_chat(
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], header: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=header, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=header, tokenize=False)
+    except Exception as error:  # templates are programs, and refuse chats by exceptions of their own
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise UserError(
+            f"data: the chat template cannot render a chat with the roles {roles} ({one_line(error, 200)}); leave such "
+            "chats out"
+        ) from None
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -62,10 +62,6 @@ class TokenStream(Protocol):
     def length(self) -> float:
         """Its number of distinct tokens."""
 
-    @property
-    def identity(self) -> list[Any]:
-        """Everything that decides its tokens, as JSON, for the names of caches."""
-
     def read(self, cursor: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The token ids [count] int64 from position `cursor` on, and whether each is scored [count] bool."""
 
@@ -81,10 +77,6 @@ class Stream:
         self.label, self.weight, self.report = corpus.label, corpus.weight, corpus.report
         self.length = int(corpus.starts[last] - corpus.starts[first])
         self._order = lru_cache(maxsize=2)(self._make_order)
-
-    @property
-    def identity(self) -> list[Any]:
-        return [self.report, self.first, self.last, self.shuffle]
 
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The documents in the order of an epoch, and the position in the epoch at which each ends."""

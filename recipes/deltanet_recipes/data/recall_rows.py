@@ -134,11 +134,6 @@ class RecallStream:
         self.report: dict[str, Any] = {"source": source.model_dump()}
         self._rows = RecallRows(tokenizer, self.settings.facts)
 
-    @property
-    def identity(self) -> list[Any]:
-        """Everything that decides the tokens, for the names of caches."""
-        return [self.report, self.seed, [text.identity for text in self.texts]]
-
     def read(self, cursor: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The row [count] int64 at a place of the stream, and that all its tokens are scored [count] bool."""
         rng = random.Random(f"recall {self.seed} {cursor} {count}")

@@ -45,7 +45,7 @@ def _from_file(path: Path, source: Source) -> Iterator[Document]:
     if source.group_key is not None:
         groups = TextFile(path, key=source.group_key, key_option="group_key")
         for content, group in zip(file.values(), groups.values(), strict=True):
-            yield Document(content, str(group))
+            yield Document(content, _name(group))
     elif source.messages_key is not None:
         yield from map(Document, file.values())
     else:
@@ -85,6 +85,11 @@ def _key(source: Source) -> str:
     return source.messages_key or source.text_key
 
 
+def _name(group: Any) -> str | None:
+    """A document whose group is null is one of its own."""
+    return None if group is None else str(group)
+
+
 def _from_hub(source: Source) -> Iterator[Document]:
     from datasets import load_dataset
 
@@ -96,7 +101,7 @@ def _from_hub(source: Source) -> Iterator[Document]:
                     raise UserError(
                         f"data source {source.hub}: no field {name!r}; it has {', '.join(row)}; set {option}"
                     )
-            yield Document(row[key], None if source.group_key is None else str(row[source.group_key]))
+            yield Document(row[key], None if source.group_key is None else _name(row[source.group_key]))
     except UserError:
         raise
     except Exception as error:  # The Hub client's errors for data sets that it cannot get share no base class.

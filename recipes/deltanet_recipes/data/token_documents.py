@@ -117,7 +117,9 @@ def _all_documents(
     while batch := list(islice(stream, BATCH)):
         if source.messages_key is not None:
             for chat in batch:
-                yield *render_chat(tokenizer, chat.content, separator=separator), chat.group
+                ids, scored = render_chat(tokenizer, chat.content, separator=separator)
+                if scored.any():
+                    yield ids, scored, chat.group
             continue
         texts = ["" if document.content is None else document.content for document in batch]
         odd = next((text for text in texts if not isinstance(text, str)), None)

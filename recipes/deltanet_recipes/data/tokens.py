@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,7 @@ def load_corpus(
         tokens=np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r"),
         scored=scored,
         starts=np.load(folder / "starts.npy"),
-        report=meta,
+        report={**meta, "source": source.model_dump(mode="json")},  # of this run: another may have had another weight
     )
 
 
@@ -117,12 +118,14 @@ def _build(
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
     limit = source.max_tokens or np.iinfo(np.int64).max
     starts, scored, total = [0], [], 0
-    counts = _Counts()
+    counts, digest = _Counts(), hashlib.sha256()
     training = _for_training(token_documents(source, tokenizer, separator), contamination, evaluation, counts)
     with writing(folder), open(folder / "tokens.bin", "wb") as file:  # sources turn their own errors into UserErrors
         for document in join_groups(training, tokenizer, joined_tokens) if source.join_groups else training:
             ids = document.ids[: limit - total]
-            file.write(ids.astype(dtype).tobytes())
+            stored = ids.astype(dtype).tobytes()
+            file.write(stored)
+            digest.update(stored)
             total += len(ids)
             starts.append(total)
             if document.scored is not None:
@@ -130,7 +133,8 @@ def _build(
             if total >= limit:
                 break
     if total == 0:
-        raise UserError(f"data source {source.path or source.hub}: no tokens in it (or all were dropped)")
+        name = source.path or source.hub
+        raise UserError(f"data source {name}: no text in it, and no chat with a reply (or all were dropped)")
     with writing(folder):
         np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
         if scored:
@@ -140,6 +144,7 @@ def _build(
         "dtype": dtype.name,
         "tokens": total,
         "documents": len(starts) - 1,
+        "sha256": digest.hexdigest(),
         **counts.report(),
         "decontaminated_against": contamination.names if contamination else [],
         "evaluation": list(evaluation),

@@ -51,6 +51,15 @@ class SummedFile:
         self._file.close()
 
 
+def file_sum(path: Path) -> str:
+    """The SHA-256 of a file in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def write_sums(folder: Path, *files: SummedFile) -> None:
     """Write the sums of the files into `folder`, where `sha256sum -c SHA256SUMS` compares them."""
     write_atomically(folder / SUMS, "".join(f"{file.sum}  {file.path.name}\n" for file in files).encode())
@@ -62,11 +71,7 @@ def check_sums(folder: Path, names: tuple[str, ...]) -> None:
         lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         for name in names:
-            digest = hashlib.sha256()
-            with (folder / name).open("rb") as file:
-                while block := file.read(BLOCK):
-                    digest.update(block)
-            if digest.hexdigest() != sums.get(name):
+            if file_sum(folder / name) != sums.get(name):
                 raise Damaged(f"{name} is damaged (its SHA-256 is not the one in {SUMS})")
     except OSError as error:
         raise Damaged(f"{Path(str(error.filename)).name} cannot be read ({error.strerror})") from None

@@ -42,13 +42,8 @@ class RowFeed:
         return list(self._batches(rows, first, first + own))
 
     def evaluation(self, rows: Rows) -> list[Batch]:
-        """All given rows as micro-batches, the same on every process, each counted as one step."""
-        size = min(self._size, len(rows))
-        return [
-            batch
-            for begin in range(0, len(rows) - size + 1, size)
-            for batch in self._batches(rows[begin : begin + size], 0, size)
-        ]
+        """All given rows as batches of one size, the same on every process, each counted as one step."""
+        return [batch for piece in pieces(rows, self._size) for batch in self._batches(piece, 0, len(piece))]
 
     @property
     def _size(self) -> int:
@@ -62,6 +57,14 @@ class RowFeed:
             boundaries = document_boundaries(piece.position_ids)  # on the host, to avoid a synchronisation
             boundaries = None if boundaries is None else boundaries.to(self.runtime.device)
             yield Batch(piece.to(self.runtime.device), boundaries, scored)
+
+
+def pieces(rows: Rows, most: int) -> list[Rows]:
+    """The rows in order, in pieces of the same size: the largest up to `most` that leaves none out."""
+    if not len(rows):
+        return []
+    size = next(size for size in range(most, 0, -1) if len(rows) % size == 0)
+    return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
 def micro_batch_rows(stage: StageBase, world: int) -> int:

@@ -22,7 +22,7 @@ from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.schema import Align
 from deltanet_recipes.schema_sections import Log
 from deltanet_recipes.training.checksums import is_intact, load_tensors, save_tensors
-from deltanet_recipes.training.feeds import micro_batch_rows
+from deltanet_recipes.training.feeds import micro_batch_rows, pieces
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.model_pair import decoder_layers, mixers
@@ -78,8 +78,8 @@ class LayerwiseAlign:
             self._activations.mkdir(parents=True, exist_ok=True)
         self._runner = LayerRunner(teacher)
         size = micro_batch_rows(stage, runtime.world)
-        self._blocks = [self._open(f"train-{i}", piece) for i, piece in enumerate(_pieces(rows, size))]
-        self._held_out = [self._open(f"held-{i}", piece) for i, piece in enumerate(_pieces(held_out, size))]
+        self._blocks = [self._open(f"train-{i}", piece) for i, piece in enumerate(pieces(rows, size))]
+        self._held_out = [self._open(f"held-{i}", piece) for i, piece in enumerate(pieces(held_out, size))]
 
     def run(self) -> None:
         """Train the mixers of all converted layers, from the first to the last."""
@@ -171,15 +171,13 @@ class LayerwiseAlign:
                 power += float(batch.target.float().square().sum())
         return {objective.metric_names[0]: error / power, "error": error / power, "loss": error / power}
 
-    def batches(self, first: int) -> Iterator[LayerBatch]:
-        """This process's batches of the step that begins at block `first`; after the last block comes the first."""
-        own = self.blocks_per_step // self.runtime.world
-        for place in range(self.runtime.rank * own, (self.runtime.rank + 1) * own):
-            yield self._batch(self._blocks[(first + place) % len(self._blocks)], float(self.stage.batch_tokens))
-
-    @property
-    def blocks_per_step(self) -> int:
-        return self.stage.rows_per_step // micro_batch_rows(self.stage, self.runtime.world)
+    def batches(self, step: int) -> Iterator[LayerBatch]:
+        """This process's batches of a step; after the last block comes the first."""
+        blocks_per_step = self.stage.rows_per_step // micro_batch_rows(self.stage, self.runtime.world)
+        own = blocks_per_step // self.runtime.world
+        first = step * blocks_per_step + self.runtime.rank * own
+        for place in range(first, first + own):
+            yield self._batch(self._blocks[place % len(self._blocks)], float(self.stage.batch_tokens))
 
     def _batch(self, block: _Block, scored: float) -> LayerBatch:
         device = self.runtime.device
@@ -192,17 +190,15 @@ class LayerwiseAlign:
 
 
 class _BlockFeed:
-    """Feeds a layer's training: the blocks in order, repeated. The state is the number of the next block."""
+    """Feeds a layer's training: the blocks in order, repeated. The state is the number of the next step.
+
+    A resumed run may have other blocks: their size depends on the micro-batch and the number of processes.
+    """
 
     def __init__(self, owner: LayerwiseAlign) -> None:
         self.owner, self.state = owner, 0
 
     def step(self) -> list[LayerBatch]:
         batches = list(self.owner.batches(self.state))
-        self.state += self.owner.blocks_per_step
+        self.state += 1
         return batches
-
-
-def _pieces(rows: Rows, size: int) -> list[Rows]:
-    size = min(size, len(rows))
-    return [rows[begin : begin + size] for begin in range(0, len(rows) - size + 1, size)] if size else []

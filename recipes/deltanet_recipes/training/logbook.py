@@ -22,6 +22,11 @@ LAYER_ERROR = "held_out.error."
 SHOWN = ("loss", "kl", "ce", "hidden", "error", "held_out.kl", "held_out.perplexity", "held_out.error")
 
 
+def plain_console() -> Console:
+    """Standard error. Names of folders may hold what elsewhere is markup: [bold]."""
+    return Console(stderr=True, markup=False, emoji=False)
+
+
 class Logbook:
     """The log of a run. A row is a dict with `stage`, `step` and numbers. Only an `active` logbook writes anything.
 
@@ -30,7 +35,7 @@ class Logbook:
 
     def __init__(self, folder: Path, recipe: Recipe, active: bool, console: Console | None = None) -> None:
         self.folder, self.active = folder, active
-        self.console = console or Console(stderr=True)
+        self.console = console or plain_console()
         self._progress: Progress | None = None
         self._printed = time.monotonic()
         self._trackers: Any = None
@@ -51,7 +56,7 @@ class Logbook:
             rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             figures = TextColumn("{task.fields[figures]}", table_column=rest)
             bar = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(12),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),

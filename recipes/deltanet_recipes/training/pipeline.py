@@ -16,11 +16,12 @@ from deltanet_hf.journal import first_difference
 from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.data.prepare import RecipeData, write_report
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
+from deltanet_recipes.training.checksums import file_sum
 from deltanet_recipes.training.estimate import estimates
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
 from deltanet_recipes.training.finished_stages import finished_stages, load_stage, save_stage
-from deltanet_recipes.training.logbook import LOG, Logbook, read_log
+from deltanet_recipes.training.logbook import LOG, Logbook, plain_console, read_log
 from deltanet_recipes.training.model_pair import (
     check_models,
     load_student,
@@ -66,7 +67,7 @@ def show_run(recipe: Recipe, console: Console | None = None) -> None:
     runtime, stages = _checked(recipe, None)
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
     plan = list(zip(stages, estimates(stages, student, runtime, recipe.data.holdout_tokens), strict=True))
-    print_plan(_title(recipe), plan, runtime, console or Console(stderr=True))
+    print_plan(_title(recipe), plan, runtime, console or plain_console())
 
 
 def _checked(recipe: Recipe, kinds: tuple[str, ...] | None) -> tuple[Runtime, list[Stage]]:
@@ -85,7 +86,8 @@ def _title(recipe: Recipe) -> str:
 
 
 def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, console: Console | None) -> Path:
-    _claim(output, recipe, stages, runtime)
+    decisive = _decisive(recipe, stages)
+    _claim(output, decisive, runtime)
     logbook = Logbook(output, recipe, runtime.main, console)
     tokenizer = load_tokenizer(recipe.student)
     for stage in recipe.stages:
@@ -94,11 +96,14 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
     with runtime.main_first():
         data = RecipeData.of(recipe, tokenizer, logbook.say)
     data.training.check(sum(map(stage_tokens, stages)))
-    if runtime.main:
-        write_report(output, data.reports)
 
     torch.manual_seed(recipe.seed)
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
+    if runtime.main:
+        decisive |= {"student": _student_sums(Path(recipe.student)), "text": _counts(data.reports)}
+    _claim(output, decisive, runtime)
+    if runtime.main:
+        write_report(output, data.reports)
     dtype = stored_dtype(student, recipe.student)
     files = [output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors" for number, stage in enumerate(stages)]
     finished = finished_stages(files, runtime, logbook.say)
@@ -138,19 +143,34 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
     return final
 
 
-def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) -> None:
-    """Write the settings that decide the result into the output folder, or compare them with those that are there.
-
-    This keeps a resumed run from mixing two recipes. A run of the first stages alone (`deltanet-hf align`) may be
-    continued with the others. Raises UserError if the folder holds a run of another recipe, unless that one ended
-    before its first step.
-    """
+def _decisive(recipe: Recipe, stages: list[Stage]) -> dict[str, Any]:
+    """The settings that decide the result, as JSON."""
     held_at_once = {"__all__": {"micro_batch_rows", "loss_chunk"}}
     without: dict[str, Any] = {"log": True, "engine": True, "output": True, "stages": held_at_once}
-    decisive: dict[str, Any] = {
+    return {
         "recipe": recipe.model_dump(mode="json", exclude=without),
         "run": [stage_name(stage) for stage in stages],
     }
+
+
+def _student_sums(folder: Path) -> dict[str, str]:
+    """The beginning of the SHA-256 of the student's config and of each file of its weights."""
+    return {file.name: file_sum(file)[:16] for file in (folder / "config.json", *sorted(folder.glob("*.safetensors")))}
+
+
+def _counts(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the reports of the text say beside its settings, as JSON."""
+    found: list[dict[str, Any]] = json.loads(json.dumps(reports))
+    return [{key: value for key, value in report.items() if key != "source"} for report in found]
+
+
+def _claim(output: Path, decisive: dict[str, Any], runtime: Runtime) -> None:
+    """Write what decides the result into the output folder, or compare it with what is there.
+
+    This keeps a resumed run from mixing two. A run of the first stages alone (`deltanet-hf align`) may be continued
+    with the others. What was not recorded before is not compared. Raises UserError if the folder holds another run,
+    unless that one ended before its first step.
+    """
     path = output / "run.json"
     if runtime.main:
         try:
@@ -160,8 +180,9 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
             raise UserError(
                 f"{path}: is damaged ({one_line(error, 200)}); choose another output, or delete it"
             ) from None
-        other = first_difference(before, {**decisive, "run": decisive["run"][:begun]})
+        now = {**before, **decisive, "run": decisive["run"][:begun]}
+        other = first_difference({**decisive, **before}, now)
         if other and any((output / name).exists() for name in PROGRESS):
             raise UserError(f"output: {output} holds a run with another {other}; choose another folder or delete it")
-        write_atomically(path, json.dumps(decisive, indent=1).encode())
+        write_atomically(path, json.dumps({**before, **decisive}, indent=1).encode())
     runtime.barrier()

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltanet_convert.device import thread_count
+from deltanet_hf.safe_write import write_atomically
 from deltanet_recipes.schema import Stage, stage_name
 from deltanet_recipes.training.estimate import LESS_MEMORY, Estimate
 from deltanet_recipes.training.logbook import Logbook
@@ -39,7 +40,7 @@ def show_plan(
         for stage, found in zip(stages, plan, strict=True)
     ]
     figures = {"device": _device_name(runtime), "processes": runtime.world, "stages": rows}
-    (logbook.folder / PLAN).write_text(json.dumps(figures, indent=1) + "\n")
+    write_atomically(logbook.folder / PLAN, (json.dumps(figures, indent=1) + "\n").encode())
     if ahead := list(zip(stages, plan, strict=True))[finished:]:
         print_plan(title, ahead, runtime, logbook.console)
 

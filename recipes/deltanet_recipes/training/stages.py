@@ -19,7 +19,7 @@ from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.data.prepare import RecipeData
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.adapters import MergedAdapters, merge_lora, train_for
-from deltanet_recipes.training.feeds import RowFeed, micro_batch_rows
+from deltanet_recipes.training.feeds import RowFeed
 from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.losses import (
@@ -115,12 +115,11 @@ class StageRun:
 
     @cached_property
     def held_out(self) -> Rows:
-        """The rows on which every evaluation is done: complete micro-batches if there are enough tokens."""
+        """The rows on which every evaluation is done, whatever the size of the micro-batches."""
         mixture, length = self.data.held_out, self.stage.sequence_length
-        size = micro_batch_rows(self.stage, self.runtime.world)
         rows = max(1, self.recipe.data.holdout_tokens // length) if mixture.streams else 0
         mixture.state = [0] * len(mixture.streams)
-        return mixture.take(rows // size * size if rows >= size else rows, length)
+        return mixture.take(rows, length)
 
     def _sample(self, feed: RowFeed) -> Rows:
         """The rows on which constants of the loss are measured: those held out, else the first that will be trained."""

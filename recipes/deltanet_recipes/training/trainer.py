@@ -24,6 +24,7 @@ from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.training_state import Checkpoints
 
 DIVERGED = 5.0  # times the best mean loss of a log interval that end a run
+NO_LOSS = 1e-4  # rounding errors of a student that equals its teacher, or 0 for a step in which no token is scored
 WORSE = 1.1  # times the held-out loss at the start of a stage; while rates are high, good runs rise a little
 HELD_OUT_LOSS = "held_out.loss"
 
@@ -159,7 +160,8 @@ class Trainer:
             self._diverged(f"loss {loss:.4g}, best {self.best:.4g}")
         if not math.isfinite(norm):
             self._diverged(f"loss {loss:.4g}, but the norm of its gradient is {norm:.4g}")
-        self.best = min(self.best, loss)
+        if loss > NO_LOSS:
+            self.best = min(self.best, loss)
 
     def _check_weights(self) -> None:
         """Finds what an update has spoilt although its gradients were finite, before the weights are saved."""
@@ -178,7 +180,9 @@ class Trainer:
     @property
     def _worse(self) -> bool:
         start, last = self.held_out_start, self.held_out_last
-        return self.log.stop_when_worse and start is not None and last is not None and last > WORSE * start
+        if start is None or last is None:
+            return False
+        return self.log.stop_when_worse and last > WORSE * max(start, NO_LOSS)
 
     def _check_held_out(self) -> None:
         if not self._worse:
