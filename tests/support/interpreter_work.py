@@ -60,11 +60,11 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     vars(self).update(_tensors[type.name], handle=handle, type=type)
 
 
-def _init_block_type(self: Any, element: Any, shape: Any) -> None:
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     """Triton checks and names the same shapes for each value."""
-    key = element.name, tuple(getattr(size, "value", size) for size in shape)
+    key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
     if key not in _block_types:
-        _block_type_init(self, element, shape)
+        _block_type_init(self, element_ty, shape)
         _block_types[key] = dict(vars(self))
     vars(self).update(_block_types[key])
 
