@@ -1,8 +1,6 @@
 """Settings that every test relies on."""
 
-import functools
 import gc
-import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,32 +15,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The Triton kernels are tested in Triton's interpreter where there is no GPU; that is chosen when triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    import support.interpreter_work  # noqa: F401
 
 from torch._dynamo import trace_rules
 from triton.language import core
-from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
 from support.command_line import CommandLine
 
 # Processes that run side by side share the cores; with two threads each they mostly wait for one another.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
-
-
-@functools.cache
-def _builtin_names(package: Any) -> list[str]:
-    """The names in a part of Triton's language that the interpreter replaces."""
-    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-
-
-def _patch_builtin(package: Any, *rest: Any) -> None:
-    """The interpreter's function, which searches the whole language again at each call of a device function."""
-    for name in _builtin_names(package):
-        if is_builtin(member := getattr(package, name)):
-            interpreter._patch_attr(package, name, member, *rest)
-
-
-interpreter._patch_builtin = _patch_builtin
 
 
 @pytest.fixture(autouse=True)

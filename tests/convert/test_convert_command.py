@@ -89,8 +89,10 @@ def test_the_last_line_says_how_good_it_is_and_what_to_do(
 
 def test_where_all_layers_stay_there_is_nothing_to_train() -> None:
     plan = {"teacher_parameters": 1, "layers": [STAYS]}
-    line = outlook({"plan": plan, "held_out": {"kl": 0.004}}, Path("out"))
-    assert line.endswith(" text like this. Its weights are the teacher's, so there is nothing to train.")
+    near, far = (outlook({"plan": plan, "held_out": {"kl": kl}}, Path("out")) for kl in (0.004, 0.4))
+    assert near.endswith(" text like this. Its weights are the teacher's, so there is nothing to train.")
+    assert far.startswith("Far from its teacher: its keys and values need more bits, by deltanet_hf.set_cache_bits(")
+    assert far.endswith("). Its weights are the teacher's, so there is nothing to train.")
 
 
 def test_a_terminal_shows_a_bar() -> None:

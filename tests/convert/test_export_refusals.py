@@ -37,42 +37,26 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "hidden_act": (config("llama", hidden_act="gelu"), "hidden_act", FORMATS),
     "mlp_bias": (config("llama", mlp_bias=True), "mlp_bias", FORMATS),
     "attention_bias": (config("llama", attention_bias=True), "attention_bias", FORMATS),
-    "rope": (config("llama", wiring={"rope": True}), "deltanet.kinds.linear.rope", FORMATS),
-    "q/k norms": (config("qwen3", wiring={"qk_norm": True}), "deltanet.kinds.linear.qk_norm", FORMATS),
-    "no convolution": (config("llama", wiring={"conv_size": 0}), "deltanet.kinds.linear.conv_size", FORMATS),
-    "no q/k SiLU": (config("llama", wiring={"qk_activation": "none"}), "deltanet.kinds.linear.qk_activation", FORMATS),
-    "no v SiLU": (config("llama", wiring={"v_activation": "none"}), "deltanet.kinds.linear.v_activation", FORMATS),
-    "norm per head": (
-        config("llama", wiring={"output_norm": "per_head"}),
-        "deltanet.kinds.linear.output_norm",
-        FORMATS,
-    ),
-    "no gate": (config("llama", wiring={"output_gate": False}), "deltanet.kinds.linear.output_gate", FORMATS),
-    "low-rank gate": (
-        config("llama", wiring={"output_gate_rank": 2}),
-        "deltanet.kinds.linear.output_gate_rank",
-        FORMATS,
-    ),
-    "gate bias": (config("llama", wiring={"gate_bias": True}), "deltanet.kinds.linear.gate_bias", FORMATS),
-    "centred keys": (config("llama", wiring={"k_offset": True}), "deltanet.kinds.linear.k_offset", FORMATS),
-    "strength up to 2": (
-        config("llama", wiring={"allow_neg_eigval": True}),
-        "deltanet.kinds.linear.allow_neg_eigval",
-        FORMATS,
-    ),
-    "bfloat16 state": (
-        config("llama", wiring={"state_dtype": "bfloat16"}),
-        "deltanet.kinds.linear.state_dtype",
-        FORMATS,
-    ),
-    "shared projections": (config("llama", wiring={"shared_kv": True}), "deltanet.kinds.linear.shared_kv", FORMATS),
-    "window": (config("llama", wiring={"window": 64}), "deltanet.kinds.linear.window", FORMATS),
+    "rope": (config("llama", wiring={"rope": True}), "rope of layers 0-3", FORMATS),
+    "q/k norms": (config("qwen3", wiring={"qk_norm": True}), "qk_norm of layers 0-3", FORMATS),
+    "no convolution": (config("llama", wiring={"conv_size": 0}), "conv_size of layers 0-3", FORMATS),
+    "no q/k SiLU": (config("llama", wiring={"qk_activation": "none"}), "qk_activation of layers 0-3", FORMATS),
+    "no v SiLU": (config("llama", wiring={"v_activation": "none"}), "v_activation of layers 0-3", FORMATS),
+    "norm per head": (config("llama", wiring={"output_norm": "per_head"}), "output_norm of layers 0-3", FORMATS),
+    "no gate": (config("llama", wiring={"output_gate": False}), "output_gate of layers 0-3", FORMATS),
+    "low-rank gate": (config("llama", wiring={"output_gate_rank": 2}), "output_gate_rank of layers 0-3", FORMATS),
+    "gate bias": (config("llama", wiring={"gate_bias": True}), "gate_bias of layers 0-3", FORMATS),
+    "centred keys": (config("llama", wiring={"k_offset": True}), "k_offset of layers 0-3", FORMATS),
+    "strength up to 2": (config("llama", wiring={"allow_neg_eigval": True}), "allow_neg_eigval of layers 0-3", FORMATS),
+    "bfloat16 state": (config("llama", wiring={"state_dtype": "bfloat16"}), "state_dtype of layers 0-3", FORMATS),
+    "shared projections": (config("llama", wiring={"shared_kv": True}), "shared_kv of layers 0-3", FORMATS),
+    "window": (config("llama", wiring={"window": 64}), "window of layers 0-3", FORMATS),
     "several writes": (
         config("llama", wiring={"mixer": "deltaproduct", "profile": "faithful"}),
-        "deltanet.kinds.linear.mixer",
+        "mixer of layers 0-3",
         FORMATS,
     ),
-    "q/k/v bias": (config("qwen2", wiring={"qkv_bias": True}), "deltanet.kinds.linear.qkv_bias", FORMATS),
+    "q/k/v bias": (config("qwen2", wiring={"qkv_bias": True}), "qkv_bias of layers 0-3", FORMATS),
     "llama hybrid": (config("llama", EVERY_OTHER), "kept layers", FORMATS),
     "sliding window": (config("qwen3", EVERY_OTHER, **SLIDING), "sliding window", FORMATS),
     "llama3": (config("qwen3", EVERY_OTHER, rope_parameters=LLAMA3), "rope_parameters", ("gguf",)),
@@ -96,6 +80,14 @@ def test_obstacle_is_named_with_its_remedy() -> None:
         assert len(found) == 1, case
         assert found[0].formats == formats, case
         assert found[0].remedy, case
+
+
+def test_layers_share_a_reason() -> None:
+    table = exportable_table((0, 1, 3), {"window": 64}).with_windows((64, 128, 64, 1024))
+    (window, kept) = export_obstacles(converted_config(FAMILIES["llama"].config_class(**SIZES), table))
+    assert str(window).startswith("window of layers 0-1, 3: ")
+    assert window.problem.endswith(", the model has 64 to 1,024")
+    assert kept.name == "kept layers"
 
 
 def test_rotary_embeddings_that_every_runtime_computes() -> None:
@@ -132,7 +124,7 @@ def test_refusal_lists_every_obstacle(tmp_path: Path) -> None:
     folder = saved(exportable_model("llama", EVERY_OTHER, wiring={"gate_bias": True}), tmp_path / "model")
     with pytest.raises(UserError) as caught:
         refuse_obstacles(folder, "gguf")
-    assert "deltanet.kinds.linear.gate_bias" in str(caught.value)
+    assert "gate_bias of layers 0, 2:" in str(caught.value)
     assert "kept layers" in str(caught.value)
     with pytest.raises(UserError, match="kept layers"):
         export_command(str(folder), tmp_path / "out")

@@ -6,6 +6,7 @@ to a teacher before the conversion.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from deltanet_hf.model_types import family_type
 from deltanet_hf.models.layers import Kind, LayerTable
 
 from ..start.norm_config import WITHOUT_NORMS, needs_norms
+from ..views.plan_view import index_ranges, shown_windows
 from .rotary import WRITTEN, unlike_transformers
 from .slots import uneven_note
 
@@ -58,8 +60,7 @@ class Obstacle:
 def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
     """Lists the obstacles to exporting a converted model; empty if every format is possible."""
     table = LayerTable.of(config)
-    settings = [obstacle for name, kind in table.kinds.items() for obstacle in _settings(config, name, kind)]
-    return [*_skeleton(config), *settings, *_softmax(config, table.softmax, False)]
+    return [*_skeleton(config), *_converted(config, table.converted), *_softmax(config, table.softmax, False)]
 
 
 def teacher_obstacles(teacher_config: PreTrainedConfig, softmax: list[int]) -> list[Obstacle]:
@@ -122,31 +123,39 @@ def _skeleton(config: Any) -> list[Obstacle]:
     return found
 
 
-def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
-    """Obstacles in a kind of layer, called `name` in the layer table."""
-    family, where = family_type(config), f"deltanet.kinds.{name}"
+def _converted(config: Any, kinds: Mapping[int, Kind]) -> list[Obstacle]:
+    """Obstacles in the converted layers, by index: one for all layers with the same reason."""
+    found: dict[tuple[str, str], dict[int, Any]] = {}
+    for layer, kind in kinds.items():
+        for key, why, value in _settings(config, kind):
+            found.setdefault((key, why), {})[layer] = value
+    obstacles = []
+    for (key, why), values in found.items():
+        has = [*dict.fromkeys(values.values())]
+        shown = shown_windows(has) if key == "window" else ", ".join(map(str, has))
+        name = f"{key} of layers {index_ranges([*values])}"
+        obstacles.append(Obstacle(name, f"{why}, the model has {shown}", CONVERT_AGAIN))
+    return obstacles
+
+
+def _settings(config: Any, kind: Kind) -> Iterator[tuple[str, str, Any]]:
+    """The settings of a kind of layer that are obstacles: the key, what Qwen3.5 has, and the value."""
+    family, settings = family_type(config), kind.settings
     if kind.mixer.name != "gated_deltanet":
-        problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's are {kind.mixer.title}"
-        return [Obstacle(f"{where}.mixer", problem, CONVERT_AGAIN)]
-    settings = kind.settings
+        yield "mixer", "Qwen3.5's linear layers are Gated DeltaNet", kind.mixer.title
+        return
     if settings.window:  # whose other settings are those of a layer with a window
-        problem = f"Qwen3.5's linear layers have no window beside the state, the model has {settings.window}"
-        return [Obstacle(f"{where}.window", problem, CONVERT_AGAIN)]
-    found = [
-        Obstacle(f"{where}.{key}", f"{why}, the model has {getattr(settings, key)!r}", CONVERT_AGAIN)
-        for key, (wanted, why) in WIRING.items()
-        if getattr(settings, key) != wanted
-    ]
+        yield "window", "Qwen3.5's linear layers have no window beside the state", settings.window
+        return
+    for key, (wanted, why) in WIRING.items():
+        if getattr(settings, key) != wanted:
+            yield key, why, getattr(settings, key)
     if settings.conv_size == 0:
-        problem = "Qwen3.5 has a short convolution on q, k and v, the model has none"
-        found.append(Obstacle(f"{where}.conv_size", problem, CONVERT_AGAIN))
+        yield "conv_size", "Qwen3.5 has a short convolution on q, k and v", "none"
     if settings.qk_norm and family == "qwen3":
-        problem = "Qwen3.5's linear layers have no learned q/k norms"
-        found.append(Obstacle(f"{where}.qk_norm", problem, CONVERT_AGAIN))
+        yield "qk_norm", "Qwen3.5's linear layers have no learned q/k norms", "them"
     if settings.qkv_bias and (family == "qwen2" or getattr(config, "attention_bias", False)):
-        problem = "q, k and v have biases, Qwen3.5's have none"
-        found.append(Obstacle(f"{where}.qkv_bias", problem, CONVERT_AGAIN))
-    return found
+        yield "qkv_bias", "Qwen3.5's q, k and v have no biases", "them"
 
 
 def _softmax(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:

@@ -97,11 +97,11 @@ def _has_new_weights(converted: list[dict[str, Any]]) -> bool:
     return any(layer["created"] for layer in converted)
 
 
-def verdict(kl: float) -> str:
-    """How near a model of this KL to its teacher is, without a full stop."""
+def verdict(kl: float, remedy: str = "train it before use") -> str:
+    """How near a model of this KL to its teacher is, without a full stop, and the remedy for one that is far."""
     if kl < CLOSE:
         return "Close to its teacher on text like this"
-    return "Apart from its teacher" if kl < FAR else "Far from its teacher: train it before use"
+    return "Apart from its teacher" if kl < FAR else f"Far from its teacher: {remedy}"
 
 
 def keeps_tokens(converted: list[dict[str, Any]]) -> bool:

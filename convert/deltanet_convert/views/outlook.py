@@ -22,6 +22,7 @@ WINDOWS = "smollm2-135m-windows", "9.9M tokens halved SmolLM2-135M's KL on texts
 WITH_STATES = "smollm2-135m", "98.3M tokens brought SmolLM2-135M with ten full-attention heads to 0.007"
 STATES = "smollm2-135m-pure", "9.9M tokens brought SmolLM2-135M to 0.26, with attention in every fourth layer to 0.16"
 ADDED = "smollm2-135m-pure stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
+MORE_BITS = "its keys and values need more bits, by deltanet_hf.set_cache_bits(model, 8)"
 QWEN = {  # of these recipes, what they did to their own model
     "qwen2.5-coder-0.5b": "9.9M tokens brought Qwen2.5-Coder-0.5B to 0.02",
     "qwen2.5-coder-1.5b": "9.9M tokens brought Qwen2.5-Coder-1.5B to 0.014",
@@ -30,10 +31,10 @@ QWEN = {  # of these recipes, what they did to their own model
 
 def outlook(report: dict[str, Any], out: Path) -> str:
     """One line; `report` is the contents of `conversion.json`, `out` the folder of the model."""
-    plan, near = report["plan"], verdict(report["held_out"]["kl"])
+    plan, kl = report["plan"], report["held_out"]["kl"]
     converted = [layer for layer in plan["layers"] if layer["kind"] != SOFTMAX]
     if not converted:
-        return f"{near}. Its weights are the teacher's, so there is nothing to train."
+        return f"{verdict(kl, MORE_BITS)}. Its weights are the teacher's, so there is nothing to train."
     if not any(layer["created"] for layer in converted):
         recipe, measured = WINDOWS
     elif keeps_tokens(converted):
@@ -47,6 +48,6 @@ def outlook(report: dict[str, Any], out: Path) -> str:
         recipe, measured = nearest + space + override, QWEN.get(nearest, measured)
     folders = " ".join(shlex.quote(f"{key}={value}") for key, value in (("student", out), ("output", f"{out}-trained")))
     return (
-        f"{near}. Training on a GPU ({measured}): deltanet-hf distill {recipe} {folders} 'data.decontaminate=[]' "
-        "'data.sources=[{path: TEXT}]'"
+        f"{verdict(kl)}. Training on a GPU ({measured}): deltanet-hf distill {recipe} {folders} "
+        "'data.decontaminate=[]' 'data.sources=[{path: TEXT}]'"
     )
