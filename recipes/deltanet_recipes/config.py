@@ -39,7 +39,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """As `load_recipe`, but without a look at the files that the recipe names."""
     path = recipe_path(path)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Once)
+        tree = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except Exception as error:  # beside YAML's own errors, those of its dates and numbers, and of deep nesting
@@ -66,12 +66,20 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
 
 
+def _parsed(text: str) -> Any:
+    loader = _Once(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override {override!r}: write it as key=value, for example stages.long.tokens=1000000")
     try:
-        value = yaml.load(text, _Once)
+        value = _parsed(text)
     except Exception:  # of many types, as above
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
     *parents, last = key.split(".")
