@@ -358,6 +358,13 @@ def test_models_with_other_key_orders_are_others() -> None:
     assert len({identity["weights"] for identity in (plain, own, model_identity(model))}) == 3
 
 
+def test_a_compiled_model_is_the_same_model(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = DynamicCache(config=model.config)
+    read(model, cache, torch.ones_like(IDS), slice(0, 10))
+    save_session(tmp_path / "s", torch.compile(model), cache, IDS, torch.ones_like(IDS))
+    assert load_session(tmp_path / "s", model).input_ids.tolist() == IDS.tolist()
+
+
 def test_a_session_belongs_to_the_adapters_at_work(tmp_path: Path) -> None:
     base, config = tiny_student("llama", layers=HYBRID), LoraConfig(r=2, init_lora_weights=False)
     model = get_peft_model(base, config)
