@@ -137,6 +137,7 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
         names = [name for name in layouts if name.startswith(prefix)]
         device = {name: devices.get(name, devices[names[0]]) for name in names}
         layer.put({name.removeprefix(prefix): tensors[name].to(device[name], copy=True) for name in names}, tokens)
+        layer.written = input_ids[:, :tokens].to(model.device)
     return Session(input_ids.to(model.device), mask.to(model.device), cache)
 
 

@@ -358,6 +358,16 @@ def test_models_with_other_key_orders_are_others() -> None:
     assert len({identity["weights"] for identity in (plain, own, model_identity(model))}) == 3
 
 
+def test_a_session_goes_on_with_its_own_tokens_only(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = DynamicCache(config=model.config)
+    read(model, cache, torch.ones_like(IDS), slice(0, 10))
+    save_session(tmp_path / "s", model, cache, IDS, torch.ones_like(IDS))
+    with pytest.raises(ValueError, match="the first 10 tokens of the prompt are not those"):
+        model.generate(IDS.flip(1), past_key_values=load_session(tmp_path / "s", model).cache, max_new_tokens=2)
+    more = model.generate(IDS, past_key_values=load_session(tmp_path / "s", model).cache, max_new_tokens=2)
+    assert torch.equal(more, model.generate(IDS, max_new_tokens=2))
+
+
 def test_a_compiled_model_is_the_same_model(model: PreTrainedModel, tmp_path: Path) -> None:
     cache = DynamicCache(config=model.config)
     read(model, cache, torch.ones_like(IDS), slice(0, 10))
