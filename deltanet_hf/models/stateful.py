@@ -111,6 +111,13 @@ def _check_tokens(cache: Any, input_ids: Tensor) -> None:
         )
 
 
+def check_held(cache: Any, input_ids: Tensor, bits: int) -> None:
+    """Raises ValueError if a cache is known to hold something else than tokens [B, T] read by a model of these bits."""
+    seen = _tokens_in(cache, len(input_ids))
+    _check_bits(cache, seen, bits)
+    _check_tokens(cache, input_ids)
+
+
 def make_stateful(model: Any) -> None:
     """Puts `Stateful` before the class of a model, under the same name; its decoder checks and announces its calls."""
     announce(model.model)

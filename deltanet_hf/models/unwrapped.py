@@ -1,4 +1,4 @@
-"""The causal language model inside what PEFT puts around it, and its decoder layers."""
+"""The causal language model inside what PEFT and torch.compile put around it, and its decoder layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 
 def unwrapped(model: Any) -> Any:
-    """`model` itself, or the model that a `PeftModel` wraps, with the adapters in it."""
+    """`model` itself, or the model that `torch.compile` or a `PeftModel` wraps, with the adapters in it."""
+    model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from deltanet_hf.models.cache_bits import KEY_ORDER
+from deltanet_hf.models.layers import layer_kinds
 
 SAMPLED = 64  # elements per tensor that are hashed one by one
 PART = 2**24  # elements that are summed at once
@@ -32,6 +33,9 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
     settings = {key: value for key, value in model.config.to_diff_dict().items() if key not in VOLATILE}
     if "deltanet" in settings:  # a session's file has the bits of its cache
         settings["deltanet"] = {key: value for key, value in settings["deltanet"].items() if key != "cache_bits"}
+    if getattr(model, "is_restricted", False):  # windows that its configuration does not have
+        branches = [part for _, kind in layer_kinds(model) for part in kind.branches.items()]
+        settings["windows"] = [(name, str(getattr(branch, "settings", None))) for name, branch in branches]
     config = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     weights, sums = hashlib.sha256(), []
     for name, parameter in sorted(model.named_parameters()):

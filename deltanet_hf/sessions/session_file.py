@@ -25,6 +25,7 @@ from deltanet_hf.mixers.cache.key_values import as_cache_layer
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import BITS, cache_bits_of
 from deltanet_hf.models.layers import layer_kinds
+from deltanet_hf.models.stateful import check_held
 from deltanet_hf.models.unwrapped import unwrapped
 from deltanet_hf.safe_write import write_atomically
 from deltanet_hf.sessions.model_identity import model_identity
@@ -62,7 +63,7 @@ def save_session(
         attention_mask: [B, T], 0 at padding; None for one sequence without padding.
 
     Raises:
-        UserError: several sequences without a mask, tokens that are not those of the cache, a cache that has no form in
+        UserError: several sequences without a mask, a cache of other tokens, sequences or bits, one that has no form in
             a file, or a path that cannot be written.
     """
     model = unwrapped(model)
@@ -79,6 +80,10 @@ def save_session(
             f"session: got a cache of {tokens} tokens, input_ids {list(input_ids.shape)} and an attention mask "
             f"{list(attention_mask.shape)}; give all tokens that the cache has read, and a mask of that shape"
         )
+    try:
+        check_held(cache, input_ids, cache_bits_of(model))
+    except ValueError as error:
+        raise UserError(f"session: {error}") from None
     tensors = {"input_ids": input_ids.int(), "attention_mask": attention_mask.to(torch.uint8)}
     for index, layer in enumerate(cache.layers):
         held = as_cache_layer(layer)
@@ -132,6 +137,7 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
         names = [name for name in layouts if name.startswith(prefix)]
         device = {name: devices.get(name, devices[names[0]]) for name in names}
         layer.put({name.removeprefix(prefix): tensors[name].to(device[name], copy=True) for name in names}, tokens)
+        layer.written = input_ids[:, :tokens].to(model.device)
     return Session(input_ids.to(model.device), mask.to(model.device), cache)
 
 

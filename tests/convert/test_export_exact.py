@@ -15,6 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from deltanet_convert.export.companions import same_tokens
 from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
+from deltanet_hf.errors import UserError
 from support.float64 import Float64, assert_same_function, float64_logits
 from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, exported, randomise, saved
 
@@ -53,8 +54,8 @@ def load(folder: Path, **kwargs: Any) -> Any:
     return model.eval()
 
 
-def restored(folder: Path, out: Path) -> Path:
-    plan = plan_import(folder, None, 10**9)
+def restored(folder: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
+    plan = plan_import(folder, dtype, 10**9)
     write_import(plan, out, resume=False, overwrite=False, progress=lambda done, total: None)
     return out
 
@@ -143,6 +144,15 @@ def test_import_gives_the_same_bits_back(case: str, dtype: torch.dtype, tmp_path
     assert first == second
 
 
+def test_an_import_in_fewer_bits_rounds_once(tmp_path: Path) -> None:
+    before = saved(exportable_model("qwen3", EVERY_OTHER), tmp_path / "model")
+    out = exported(before, tmp_path / "out")
+    restored(out, tmp_path / "back", torch.bfloat16)
+    source, found = (load_file(folder / "model.safetensors") for folder in (before, tmp_path / "back"))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, source[name].to(tensor.dtype)), name
+
+
 @torch.no_grad()
 def test_bfloat16_norms_keep_every_bit(tmp_path: Path) -> None:
     """The bfloat16 export computed in float32 equals the bfloat16 model computed in float32."""
@@ -228,6 +238,7 @@ def test_folder_is_complete(tmp_path: Path) -> None:
     assert "Qwen3_5ForCausalLM" in card
     assert "AutoModelForCausalLM.from_pretrained" in card
     assert "# Mine" in card
+    assert "`deltanet-hf import` undoes the export" in card
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.7
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
     text = "every word, 1 2 3"
@@ -239,8 +250,6 @@ def test_folder_is_complete(tmp_path: Path) -> None:
 
 
 def test_trained_export_is_not_undone_silently(tmp_path: Path) -> None:
-    from deltanet_hf.errors import UserError
-
     out = exported(saved(build("grouped states"), tmp_path / "model"), tmp_path / "out")
     model = load(out)
     randomise(model, seed=3)
@@ -248,6 +257,15 @@ def test_trained_export_is_not_undone_silently(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"export\.json"):
         restored(out, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("key", ["source", "slots", "factors", "rounded"])
+def test_a_damaged_record_of_an_export_is_refused(key: str, tmp_path: Path) -> None:
+    out = exported(saved(build("grouped states"), tmp_path / "model"), tmp_path / "out")
+    record = json.loads((out / "export.json").read_text())
+    (out / "export.json").write_text(json.dumps({**record, key: None}))
+    with pytest.raises(UserError, match=r"export\.json: is damaged, .*copy it again, or remove it"):
+        restored(out, tmp_path / "back")
 
 
 def test_mlx_export_keeps_its_tokenizer(tmp_path: Path) -> None:

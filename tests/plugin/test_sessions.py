@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.models.cache_bits import add_key_order, set_cache_bits
+from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_hf.sessions.model_identity import model_identity
 from support.refusals import assert_refused
@@ -357,6 +358,23 @@ def test_models_with_other_key_orders_are_others() -> None:
     assert len({identity["weights"] for identity in (plain, own, model_identity(model))}) == 3
 
 
+def test_a_session_goes_on_with_its_own_tokens_only(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = DynamicCache(config=model.config)
+    read(model, cache, torch.ones_like(IDS), slice(0, 10))
+    save_session(tmp_path / "s", model, cache, IDS, torch.ones_like(IDS))
+    with pytest.raises(ValueError, match="the first 10 tokens of the prompt are not those"):
+        model.generate(IDS.flip(1), past_key_values=load_session(tmp_path / "s", model).cache, max_new_tokens=2)
+    more = model.generate(IDS, past_key_values=load_session(tmp_path / "s", model).cache, max_new_tokens=2)
+    assert torch.equal(more, model.generate(IDS, max_new_tokens=2))
+
+
+def test_a_compiled_model_is_the_same_model(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = DynamicCache(config=model.config)
+    read(model, cache, torch.ones_like(IDS), slice(0, 10))
+    save_session(tmp_path / "s", torch.compile(model), cache, IDS, torch.ones_like(IDS))
+    assert load_session(tmp_path / "s", model).input_ids.tolist() == IDS.tolist()
+
+
 def test_a_session_belongs_to_the_adapters_at_work(tmp_path: Path) -> None:
     base, config = tiny_student("llama", layers=HYBRID), LoraConfig(r=2, init_lora_weights=False)
     model = get_peft_model(base, config)
@@ -396,11 +414,32 @@ def test_what_cannot_be_saved_is_refused(model: PreTrainedModel, tmp_path: Path)
     for ids, mask in ((IDS[:, :9], masked("left")[:, :9]), (IDS, IDS[:, :3])):
         with pytest.raises(UserError, match="give all tokens that the cache has read"):
             save_session(tmp_path / "s", model, cache, ids, mask)
+    with pytest.raises(UserError, match="session: cache: holds 2 sequences and the inputs have 1"):
+        save_session(tmp_path / "s", model, cache, IDS[:1])
+    result: Any = model.generate(IDS[:1], max_new_tokens=3, return_dict_in_generate=True)
+    with pytest.raises(UserError, match="tokens of the prompt are not those that this cache was returned with"):
+        save_session(tmp_path / "s", model, result.past_key_values, result.sequences.flip(1))
     static = StaticCache(config=model.config, max_cache_len=32)
     read(model, static, torch.ones_like(IDS), slice(0, 10))
     with pytest.raises(UserError, match="layer 0 of the cache is a StaticMixerCacheLayer, which cannot be saved"):
         save_session(tmp_path / "s", model, static, IDS, masked("left"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_of_other_bits_is_refused_and_so_are_other_windows(tmp_path: Path) -> None:
+    """Packed windows of 20 and of 24 tokens have the same shapes."""
+    first, second = (
+        restrict_to_window(set_cache_bits(tiny_teacher("llama", head_dim=32), 4), window, 4) for window in (20, 24)
+    )
+    cache = DynamicCache(config=first.config)
+    with torch.no_grad():
+        first(IDS[:1], past_key_values=cache)
+    save_session(tmp_path / "s", first, cache, IDS[:1])
+    with pytest.raises(UserError, match="belongs to another model"):
+        load_session(tmp_path / "s", second)
+    assert load_session(tmp_path / "s", first).input_ids.tolist() == IDS[:1].tolist()
+    with pytest.raises(UserError, match="session: cache: was filled with keys and values in 4 bits"):
+        save_session(tmp_path / "s", set_cache_bits(first, 8), cache, IDS[:1])
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ is {runtimes}; no other package is needed:
 
 A layer whose weights are all 0 is idle and changes nothing. Some runtimes count tokens in the cache of an attention
 layer, and some support attention layers at equal distances only; idle layers provide both. `export.json` holds the data
-with which `deltanet-hf convert` undoes the export.
+with which `deltanet-hf import` undoes the export.
 """
 
 

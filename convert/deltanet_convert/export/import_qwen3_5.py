@@ -71,8 +71,8 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
     """
     file = folder / "config.json"
     raw = read_json(file)
-    record = read_json(folder / RECORD) if (folder / RECORD).exists() else None
-    if record is not None and record.get("source", {}).get("model_type") == MODEL_TYPE:
+    record = _record(folder / RECORD) if (folder / RECORD).exists() else None
+    if record is not None and record["source"].get("model_type") == MODEL_TYPE:
         record = None
     checkpoint = Checkpoint.open(folder)
     embedding = next((n for n in (EMBEDDING, _beside_vision(EMBEDDING)) if n in checkpoint), None)
@@ -93,6 +93,18 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
         made = model_class(family_type(config))
     specs = output_specs(meta_model(made, config, dtype), dtype, FLOAT32_KEPT)
     return ImportPlan(folder, checkpoint, config, plan_layout(specs, shard_size), dtype, record)
+
+
+def _record(file: Path) -> dict[str, Any]:
+    """What an export wrote into `export.json`; UserError if a part is missing."""
+    record = read_json(file)
+    parts = {"source": dict, "slots": list, "factors": dict, "rounded": dict}
+    if not all(isinstance(record.get(key, [] if key == "slots" else None), kind) for key, kind in parts.items()):
+        raise UserError(
+            f"{file}: is damaged, so that the export cannot be undone; copy it again, or remove it to import the "
+            "folder as a Qwen3.5 model"
+        )
+    return record
 
 
 def _imported_config(raw: dict[str, Any]) -> DeltaNetQwen3_5TextConfig:
@@ -130,7 +142,9 @@ def write_import(plan: ImportPlan, out: Path, *, resume: bool, overwrite: bool, 
 
 
 def _reader(plan: ImportPlan) -> Read:
-    read: Callable[[str], Tensor] = reader(plan.checkpoint, plan.dtype, FLOAT32_SUFFIXES)
+    # Norms of exports are rounded once 1 has been added.
+    float32 = FLOAT32_SUFFIXES if plan.record is None else (*FLOAT32_SUFFIXES, "layernorm.weight", FINAL_NORM)
+    read: Callable[[str], Tensor] = reader(plan.checkpoint, plan.dtype, float32)
 
     places = {} if plan.record is None else _places(plan.record.get("slots", []))
 
