@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from deltanet_hf.mixers.window import WindowSettings
 from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_hf.sessions.model_identity import model_identity
 
+_LOGGER = logging.getLogger(__name__)
 # Number of tokens that a row counts for where batches are counted in rows.
 _TOKENS_PER_ROW = 512
 
@@ -139,6 +141,13 @@ class DeltaNetLM(HFLM):
         items = [
             TokenRequest.truncated(context, continuation, self.max_length) for _, context, continuation in requests
         ]
+        if cut := sum(len(context) + len(ids) > self.max_length + 1 for _, context, ids in requests):
+            _LOGGER.warning(
+                "%d of %d requests are longer than the model's %d tokens and lose their beginning",
+                cut,
+                len(requests),
+                self.max_length,
+            )
         bar = tqdm(total=len(items), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         answers = score_continuations(
             self._last_logits, items, self.device, token_budget(self.model), rows, on_progress=bar.update
