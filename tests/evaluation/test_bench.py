@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from deltanet_hf.decoding.graphed_step import graphed_step
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures import speed
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES, read
-from deltanet_hf.evaluation.speed.bench import Conditions, Subject, measure
+from deltanet_hf.evaluation.speed.bench import Conditions, Subject, machine, measure
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding_noise
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.evaluation.speed.subjects import kind_of, shape_of, subjects
@@ -50,6 +51,14 @@ def test_the_benchmark_of_random_weights(cli: CommandLine, monkeypatch: pytest.M
     assert cache["transformers", 16] == cache["teacher", 16] > 0
     assert all(row["prefill_tokens_per_s"] > 0 and row["decode_ms"] > 0 for row in rows)
     assert (tmp_path / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_machine_is_the_device_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU that was not asked for, too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device}")
+    found = [machine(torch.device(name))["device"] for name in ("cpu", "cuda:1")]
+    assert found == [platform.machine(), "GPU cuda:1"]
 
 
 def test_a_model_beside_its_teacher(tmp_path: Path) -> None:

@@ -64,3 +64,10 @@ def test_window_changes_long_contexts_only(teacher_folder: Path) -> None:
 def test_requests_that_cannot_be_scored_are_refused() -> None:
     with pytest.raises(ValueError, match="at most 4 continuation tokens"):
         TokenRequest.truncated([1], [1] * 5, 4)
+
+
+def test_requests_that_are_cut_are_counted(teacher_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of which the model reads the end only, as `hf` says of each."""
+    lm = DeltaNetLM(str(teacher_folder), device="cpu", batch_size="auto", max_length=8)
+    lm.score_tokens([(None, [5] * length, [6, 7]) for length in (6, 7, 8, 9)])
+    assert "2 of 4 requests are longer than the model's 8 tokens and lose their beginning" in caplog.text

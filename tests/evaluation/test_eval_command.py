@@ -115,6 +115,13 @@ def test_mistakes_are_named(teacher_folder: Path) -> None:
     )
 
 
+def test_texts_of_ruler_that_lm_eval_cannot_make_are_refused(app: typer.Typer, teacher_folder: Path) -> None:
+    """It would look for one of 768 tokens without end."""
+    result = CliRunner().invoke(app, ["eval", str(teacher_folder), "--suite", "ruler", "--length", "1023"])
+    assert result.exit_code == 2
+    assert ">=1024" in result.output or "greater than or equal to 1024" in result.output, result.output
+
+
 def test_a_window_of_no_tokens_is_refused(teacher_folder: Path) -> None:
     for window, sinks in ((0, 4), (8, -1), (10**30, 4)):
         with pytest.raises(UserError, match=rf"^--window {window}, --sinks {sinks}: expected at least 1 and 0"):

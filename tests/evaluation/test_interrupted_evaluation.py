@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -170,6 +171,23 @@ def test_answers_of_every_kind_are_kept(student_folder: Path, tmp_path: Path) ->
     assert file.stat().st_size == size
     assert all(isinstance(answer, float) for answer in found[0][0])
     assert all(isinstance(answer, str) for answer in found[0][1])
+
+
+def test_answers_belong_to_the_bits_of_the_cache_and_to_what_a_prompt_may_hold(
+    student_folder: Path, tmp_path: Path
+) -> None:
+    """Of the same weights; the number of rows that are answered together is free."""
+    file, other = tmp_path / "answers.jsonl", tmp_path / "other"
+    shutil.copytree(student_folder, other)
+    config = json.loads((other / "config.json").read_text())
+    config["deltanet"]["cache_bits"] = 8
+    (other / "config.json").write_text(json.dumps(config))
+    for batch_size in (2, "auto"):
+        DeltaNetLM(str(student_folder), answers=str(file), device="cpu", batch_size=batch_size)
+    with pytest.raises(UserError, match=r"with another cache_bits \(16, now 8\)"):
+        DeltaNetLM(str(other), answers=str(file), device="cpu")
+    with pytest.raises(UserError, match=r"with another model_args.max_length \(None, now '64'\)"):
+        DeltaNetLM(str(student_folder), answers=str(file), device="cpu", max_length=64)
 
 
 def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +19,20 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
 from deltanet_hf.evaluation.report import model_rows
 from deltanet_hf.evaluation.report.material import ReportOptions, read_material
-from deltanet_hf.evaluation.report.model_rows import line_up, training_tokens
+from deltanet_hf.evaluation.report.model_rows import DEFAULT_BASELINES, line_up, named, training_tokens
 from deltanet_hf.evaluation.report.write_report import run_report
+from deltanet_hf.evaluation.tasks.harness import _stratified
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
 from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
 from deltanet_hf.evaluation.training_free import WindowPolicy
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.models.layers import LayerTable
+from support.local_hub import local_hub
 from support.tiny_models import tiny_mixture, tiny_student, tiny_teacher
 from tests.evaluation.conftest import report_options, without_times
 
@@ -265,7 +270,43 @@ def test_a_damaged_recipe_of_a_student_is_named(tmp_path: Path) -> None:
             training_tokens(tmp_path)
 
 
-def test_another_vocabulary_is_refused(options: ReportOptions, tmp_path: Path) -> None:
+def test_another_vocabulary_is_refused(
+    options: ReportOptions, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     tiny_student("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="its vocabulary differs"):
         run_report(replace(options, students=[str(tmp_path)], baselines=(), suite="tiny texts"), say=lambda _: None)
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_first(options: ReportOptions, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(named(options.students[0])[1], other)
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    vocabulary["model"]["vocab"] |= {"A": vocabulary["model"]["vocab"]["B"], "B": vocabulary["model"]["vocab"]["A"]}
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(UserError, match="other: its tokenizer differs from the teacher's; a report uses one"):
+        run_report(replace(options, students=[str(other)], out=tmp_path / "out"), say=lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_student_of_the_hub_has_the_rows_of_its_folder(
+    options: ReportOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(named(options.students[0])[1])
+    (tmp_path / "recipe.json").write_text(json.dumps({"stages": [{"tokens": 300}]}))
+    with local_hub(monkeypatch, tmp_path / "cache") as hub:
+        hub.add("someone/hybrid", folder).commit(
+            {**hub.files("someone/hybrid"), "recipe.json": (tmp_path / "recipe.json").read_bytes()}
+        )
+        rows = line_up("teacher", ["someone/hybrid"], DEFAULT_BASELINES)
+    names = [row.name for row in line_up("teacher", [f"hybrid={folder}"], DEFAULT_BASELINES)]
+    assert [row.name for row in rows] == names
+    assert "hybrid, linear layers off" in names
+    assert {row.tokens for row in rows if row.kind == "student"} == {300}
+
+
+def test_one_row_of_each_paradigm_has_an_error() -> None:
+    """A trial with `--limit` has no two rows that would show the spread within a paradigm."""
+    parts: list[Any] = [SimpleNamespace(instances=[SimpleNamespace(doc_id=5)] * 2) for _ in range(4)]
+    assert _stratified(parts, [1.0, 0.0, 1.0, 1.0]) == Score(0.75, 0.25, 4)

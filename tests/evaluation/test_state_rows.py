@@ -101,6 +101,26 @@ def test_rows_of_states_with_a_suite(
             state_rows.main(arrays, out, teacher, [], tasks=tmp_path, column=[column])
 
 
+def test_megabytes_do_not_depend_on_the_dtype_of_the_measurement(
+    small: None, arrays: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    """On a CPU models run in float32; the cache of 16 bits is meant. A folder without NAME= names its row."""
+    out = tmp_path / "rows.json"
+    state_rows.main(arrays, out, str(teacher_folder), [str(teacher_folder)], limit=2)
+    (row,) = json.loads(out.read_text())
+    assert (row["run"], row["bits"]) == ("teacher", 16)
+    keys_and_values = 4 * 2 * 2 * 8 * 2  # layers, heads, channels, bytes of bfloat16
+    assert row["mb_2k"] == round(2048 * keys_and_values / 1e6, 3)
+
+
+def test_arrays_that_cannot_be_measured_are_refused(small: None, teacher_folder: Path, tmp_path: Path) -> None:
+    for tokens, said in ((None, "no such file"), ([VOCABULARY] * 999, "of token ids below"), ([5] * 399, "400 are")):
+        if tokens is not None:
+            np.save(tmp_path / "novels.npy", tokens)
+        with pytest.raises(UserError, match=rf"novels.npy: [^\n]*{said}"):
+            state_rows.main(tmp_path, tmp_path / "rows.json", str(teacher_folder), [str(teacher_folder)])
+
+
 def test_measures_survive_their_file() -> None:
     measured = Measured(7, {"a": Clusters(np.array([1.5, 2.0]), np.array([3, 4]))})
     back = Measured.from_dict(json.loads(json.dumps(measured.to_dict())))

@@ -26,7 +26,7 @@ from deltanet_hf.evaluation.baselines import (
     untrained,
 )
 from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
-from deltanet_hf.hub import loadable_folder
+from deltanet_hf.hub import loadable_folder, model_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
@@ -68,7 +68,7 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
             with states that kept such layers; `ablations` takes softmax layers, windows beside states and those states
             away from a student, one kind per row.
 
-    Raises UserError if two rows have the same name.
+    Raises UserError if two rows have the same name, or a student cannot be found.
     """
     rows = [ModelRow("teacher", "teacher", teacher)]
     if "window" in baselines:
@@ -79,8 +79,9 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         name, folder = named(text)
         if name in {row.name for row in rows}:
             raise UserError(f"{text}: two rows would be called {name!r}; name them with NAME=FOLDER")
-        rows.append(ModelRow(name, "student", folder, training_tokens(Path(folder))))
-        table = _table(folder)
+        place = model_folder(folder)
+        rows.append(ModelRow(name, "student", folder, training_tokens(place)))
+        table = _table(place)
         wiring, hybrid = _wiring(table)
         if "equal-bytes" in baselines and table is not None:
             quantised = f"teacher, cache in {table.cache_bits} bits"
@@ -156,9 +157,9 @@ def named(text: str) -> tuple[str, str]:
     return (parts[-1] if parts else text), text
 
 
-def _table(folder: str) -> LayerTable | None:
-    """The layers of the model in a local folder; None for a folder without config.json and a model as it was."""
-    path = Path(folder) / "config.json"
+def _table(folder: Path) -> LayerTable | None:
+    """The layers of the model in a folder; None for a folder without config.json and a model as it was."""
+    path = folder / "config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
     if config.get("deltanet") is None:
         return None

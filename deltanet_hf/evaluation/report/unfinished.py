@@ -21,6 +21,7 @@ from deltanet_hf.evaluation.report.model_rows import ModelRow
 from deltanet_hf.evaluation.report.model_scores import ModelScores
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.suites import SUITES
+from deltanet_hf.hub import model_folder
 from deltanet_hf.journal import Journal, file_states
 
 JOURNAL = ".unfinished.jsonl"
@@ -65,7 +66,7 @@ class Unfinished(Journal):
 def _request(options: ReportOptions, rows: list[ModelRow]) -> dict[str, Any]:
     """Everything that the scores depend on: options, software, and the state of each file that is read."""
     given = {field.name: getattr(options, field.name) for field in fields(options)}
-    paths = [Path(row.folder) for row in rows] + [
+    paths = [model_folder(row.folder) for row in rows] + [
         Path(path) for path in (options.data, options.haystack, *options.texts.values()) if path
     ]
     return {

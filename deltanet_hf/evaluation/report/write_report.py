@@ -23,7 +23,7 @@ from deltanet_hf.evaluation.report.unfinished import Unfinished
 from deltanet_hf.evaluation.tasks.suites import SUITES, check_packages
 from deltanet_hf.file_lock import locked
 from deltanet_hf.hub import loadable_folder
-from deltanet_hf.loading import load_config
+from deltanet_hf.loading import load_config, load_tokenizer
 from deltanet_hf.safe_write import write_atomically, writing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -57,8 +57,13 @@ def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> di
         raise UserError(f"--baselines {unknown[0]}: unknown; choose from {', '.join(BASELINES)}")
     if options.dtype not in DTYPES:
         raise UserError(f"--dtype: got {options.dtype!r}, expected one of {', '.join(DTYPES)}")
-    for folder in (options.teacher, *(named(text)[1] for text in options.students)):
-        load_config(folder, loadable_folder(folder))  # hours may pass until the last one is measured
+    vocabulary: dict[str, int] | None = None
+    for name in (options.teacher, *(named(text)[1] for text in options.students)):
+        folder = loadable_folder(name)
+        load_config(name, folder)  # hours may pass until the last one is measured
+        found = load_tokenizer(name, folder).get_vocab()
+        if found != (vocabulary := vocabulary or found):
+            raise UserError(f"{name}: its tokenizer differs from the teacher's; a report uses one tokenizer")
     model_rows = line_up(options.teacher, options.students, options.baselines)
     with locked(options.out / ".lock", options.out, "report"):
         return _run_report(options, model_rows, say)

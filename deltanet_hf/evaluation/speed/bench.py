@@ -97,18 +97,18 @@ def _row(subject: Subject, model: PreTrainedModel, mode: str, batch: int, contex
     }
 
 
-def write_rows(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    """Write the rows with the machine, the command and `facts`, which may name another one, as JSON: a line per row."""
-    head = json.dumps({"machine": machine(), "command": command(), **facts}, indent=1)[:-2]
+def write_rows(path: Path, rows: Sequence[Row], device: torch.device, facts: dict[str, Any]) -> None:
+    """Write the rows with the machine, the command and `facts` as JSON: a line per row."""
+    head = json.dumps({"machine": machine(device), "command": command(), **facts}, indent=1)[:-2]
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     write_atomically(path, f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'.encode())
 
 
-def machine() -> dict[str, str]:
-    """The device and the versions that times depend on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+def machine(device: torch.device) -> dict[str, str]:
+    """The name of the device and the versions that times depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"device": device, "python": platform.python_version(), **versions}
+    return {"device": name, "python": platform.python_version(), **versions}
 
 
 def command() -> str:

@@ -61,7 +61,8 @@ def bench_command(
     from deltanet_hf.token_count import parse_tokens
 
     contexts = [parse_tokens(length, "--context") for length in context or ("2k", "16k")]
-    usual = "eager" if chosen_device(device).type == "cpu" else "graph"
+    place = chosen_device(device)
+    usual = "eager" if place.type == "cpu" else "graph"
     conditions = Conditions(contexts, batch or [1, 16], mode or [usual], repeats)
     check_conditions(conditions)
     found = subjects(model, teacher, random_weights, mixer, dtype, device)
@@ -71,7 +72,7 @@ def bench_command(
     rows = measure(found, conditions, lambda line: typer.echo(line, err=True))
     Console().print(table(rows))
     if out is not None and rows:
-        write_rows(out / "bench.json", rows, {"repeats": repeats, "dtype": dtype})
+        write_rows(out / "bench.json", rows, place, {"repeats": repeats, "dtype": dtype})
         with writing(out):
             draw(rows, out / "bench.png")
         typer.echo(f"Written to {out}")

@@ -171,7 +171,12 @@ def _collect(task: SuiteTask, parts: list[ConfigurableTask]) -> TaskResult:
 
 
 def _stratified(parts: list[ConfigurableTask], values: list[float]) -> Score:
-    """Mean of the means of BLiMP's paradigms; the error is that of a stratified sample."""
+    """Mean of the means of BLiMP's paradigms; the error is that of a stratified sample.
+
+    With one row of each paradigm, which shows no spread within it, the error is that over the rows.
+    """
+    if len(values) == len(parts):
+        return Clusters.each(values).score
     means, variances, start = [], [], 0
     for part in parts:
         count = len({instance.doc_id for instance in part.instances})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,12 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, score_continuations, token_budget
 from deltanet_hf.evaluation.tasks.kept_answers import KeptAnswers
 from deltanet_hf.mixers.window import WindowSettings
+from deltanet_hf.models.cache_bits import cache_bits_of
 from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_hf.sessions.model_identity import model_identity
 
+_LOGGER = logging.getLogger(__name__)
+_WITHOUT_EFFECT = ("batch_size", "max_batch_size", "device", "dtype")  # on answers; the model itself has its dtype
 # Number of tokens that a row counts for where batches are counted in rows.
 _TOKENS_PER_ROW = 512
 
@@ -62,7 +66,12 @@ class DeltaNetLM(HFLM):
         if answers is not None:
             if self.world_size > 1:
                 raise UserError("--answers: works with one process only; leave it out")
-            owner = {**model_identity(self.model), "window": window and [int(window), int(sinks)]}
+            owner = {
+                **model_identity(self.model),
+                "cache_bits": cache_bits_of(self.model),
+                "window": window and [int(window), int(sinks)],
+                "model_args": {name: str(value) for name, value in kwargs.items() if name not in _WITHOUT_EFFECT},
+            }
             self._answers = KeptAnswers(Path(answers), owner)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -139,6 +148,13 @@ class DeltaNetLM(HFLM):
         items = [
             TokenRequest.truncated(context, continuation, self.max_length) for _, context, continuation in requests
         ]
+        if cut := sum(len(context) + len(ids) > self.max_length + 1 for _, context, ids in requests):
+            _LOGGER.warning(
+                "%d of %d requests are longer than the model's %d tokens and lose their beginning",
+                cut,
+                len(requests),
+                self.max_length,
+            )
         bar = tqdm(total=len(items), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         answers = score_continuations(
             self._last_logits, items, self.device, token_budget(self.model), rows, on_progress=bar.update

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from deltanet_hf.data import with_prefix
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Settings, Text, measure
+from deltanet_hf.evaluation.report.model_rows import named
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
@@ -91,7 +92,7 @@ def main(
     own = loadable_folder(teacher)
     longest = int(load_config("converted", converted).max_position_embeddings)  # type: ignore[attr-defined]
     makers = {**_teachers(teacher, own, longest, dtype), **_students(converted, dtype)}
-    for name, _, trained in (entry.partition("=") for entry in model or ()):
+    for name, trained in map(named, model or ()):
         makers[name] = partial(load_model, name, Path(trained), dtype)
     settings = far_settings(load_tokenizer(teacher, own), np.load(novels).astype(np.int64), longest, limit)
 
@@ -99,7 +100,7 @@ def main(
         return far_row(makers[labels["model"]]().to(device), settings, longest)  # type: ignore[arg-type]
 
     words = [Path(teacher).name, converted.name, novels.name, out.name, *flags(limit=limit)]
-    words += [f"--model={entry.split('=')[0]}=FOLDER" for entry in model or ()]
+    words += [f"--model={named(entry)[0]}=FOLDER" for entry in model or ()]
     head = {
         "command": shlex.join(["python", "-m", "measuring.study.context", *words]),
         **machine("transformers", "triton"),

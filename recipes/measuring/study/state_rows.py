@@ -3,7 +3,7 @@
 Command: `python -m measuring.study.state_rows ARRAYS OUT --teacher FOLDER --model NAME=FOLDER ...`. A row has
 
 - run, product, budget_mb, tokens (of training), seed, bits, command;
-- mb_2k, mb_32k: MB of one sequence of so many tokens, by its layout;
+- mb_2k, mb_32k: MB of one sequence of so many tokens, by its layout, of a model that runs in bfloat16;
 - kl_1k, kl_4k, kl_8k: KL from the teacher in nats on texts of so many tokens, and kl_8k_last_quarter on the last 2,048
   tokens of the 8k texts;
 - needles_2k, needles_8k, prose_2k, prose_4k: facts found again, in percent;
@@ -28,10 +28,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from deltanet_hf.data import with_prefix
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.measure import Measured, Settings, Text, measure
+from deltanet_hf.evaluation.report.model_rows import named
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import needles
-from deltanet_hf.evaluation.tasks.text_windows import windows
+from deltanet_hf.evaluation.tasks.text_windows import token_ids, windows
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from measuring.rows import RowFile
@@ -57,8 +58,13 @@ def state_settings(
     Args:
         arrays: folder with heldwiki.npy and novels.npy (token ids).
         limit: largest number of texts of a length and of probes of a kind; None for no limit.
+
+    Raises UserError for an array that is missing, of another tokenizer, or too short for two texts of a length.
     """
-    tokens = {name: np.load(arrays / f"{name}.npy").astype(np.int64) for name, _, _ in TEXTS.values()}
+    needed: dict[str, int] = {}  # two windows of the longest, as one has no error
+    for array, size, _ in TEXTS.values():
+        needed[array] = max(needed.get(array, 0), 2 * size)
+    tokens = {name: token_ids(arrays / f"{name}.npy", tokenizer, least, least) for name, least in needed.items()}
     texts = {}
     for text, (array, size, count) in TEXTS.items():
         cut = windows(tokens[array], size, min(count, limit or count), spread=True)
@@ -116,13 +122,14 @@ def main(
     common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, tasks=tasks)]
     common += [f"--column={name}" for name in asked]
     for entry in model:
-        name, _, folder = entry.partition("=")
+        name, folder = named(entry)
         student: Any = load_for_measure(folder, device)
         if bits is not None:
             set_cache_bits(student, bits)
         width, run = cache_bits_of(student), run_facts(Path(folder))
         row: dict[str, Any] = {"run": name, "product": product, "budget_mb": budget, "bits": width}
-        row |= {f"mb_{at}k": round(stored_bytes(student, at * 1024, width) / 1e6, 3) for at in (2, 32)}
+        sizes = {f"mb_{at}k": stored_bytes(student, at * 1024, width, torch.bfloat16) for at in (2, 32)}
+        row |= {column: round(size / 1e6, 3) for column, size in sizes.items()}
         measured = measure(student, settings)
         if suites is not None:
             measured.clusters.update(suites(student))
