@@ -57,8 +57,6 @@ class DeltaNetLM(HFLM):
         **kwargs: Any,
     ) -> None:
         super().__init__(pretrained, **kwargs)
-        if window is not None:
-            restrict_to_window(self.model, int(window), int(sinks))
         parameters = inspect.signature(self.model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._contexts: dict[str, list[int]] = {}
@@ -73,6 +71,8 @@ class DeltaNetLM(HFLM):
                 "model_args": {name: str(value) for name, value in kwargs.items() if name not in _WITHOUT_EFFECT},
             }
             self._answers = KeptAnswers(Path(answers), owner)
+        if window is not None:
+            restrict_to_window(self.model, int(window), int(sinks))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._kept("loglikelihood", super().loglikelihood, requests, disable_tqdm)
