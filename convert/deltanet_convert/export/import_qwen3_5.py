@@ -96,10 +96,10 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
 
 
 def _record(file: Path) -> dict[str, Any]:
-    """What an export wrote into `export.json`; UserError if a part is missing."""
-    record = read_json(file)
+    """The data of an export, from its `export.json`; UserError if a part is missing. Early exports have no slots."""
+    record = {"slots": [], **read_json(file)}
     parts = {"source": dict, "slots": list, "factors": dict, "rounded": dict}
-    if not all(isinstance(record.get(key, [] if key == "slots" else None), kind) for key, kind in parts.items()):
+    if not all(isinstance(record.get(key), kind) for key, kind in parts.items()):
         raise UserError(
             f"{file}: is damaged, so that the export cannot be undone; copy it again, or remove it to import the "
             "folder as a Qwen3.5 model"
@@ -146,7 +146,7 @@ def _reader(plan: ImportPlan) -> Read:
     float32 = FLOAT32_SUFFIXES if plan.record is None else (*FLOAT32_SUFFIXES, "layernorm.weight", FINAL_NORM)
     read: Callable[[str], Tensor] = reader(plan.checkpoint, plan.dtype, float32)
 
-    places = {} if plan.record is None else _places(plan.record.get("slots", []))
+    places = {} if plan.record is None else _places(plan.record["slots"])
 
     def read_text_model(name: str) -> Tensor:
         parts = name.split(".")

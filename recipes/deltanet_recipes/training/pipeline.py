@@ -159,7 +159,7 @@ def _student_sums(folder: Path) -> dict[str, str]:
 
 
 def _counts(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the reports of the text say beside its settings, as JSON."""
+    """The reports of the text without its settings, as JSON."""
     found: list[dict[str, Any]] = json.loads(json.dumps(reports))
     return [{key: value for key, value in report.items() if key != "source"} for report in found]
 
