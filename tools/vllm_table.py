@@ -26,20 +26,21 @@ def vllm(path: Path) -> str:
 
 
 def served(path: Path) -> str:
-    """A line per prompt length and number of sequences of 8B, with the figures of the teacher and of the converted
-    model side by side."""
-    rows = [row for row in RowFile(path, head={}).rows() if "error" not in row and row["shape"] == "8B"]
+    """A line per prompt length and number of sequences, with the figures of the teacher and of the converted model."""
+    rows = [row for row in RowFile(path, head={}).rows() if row.get("kv_cache_dtype") == "auto"]
     points = sorted({(row["tokens"], row["sequences"]) for row in rows})
 
     def both(point: tuple[int, int], key: str, digits: int) -> str:
-        values = {row["kind"]: row[key] for row in rows if (row["tokens"], row["sequences"]) == point}
-        return f"{values['teacher']:,.{digits}f} / {values['windows4bit']:,.{digits}f}"
+        values = {row["model"]: row[key] for row in rows if (row["tokens"], row["sequences"]) == point}
+        return f"{values['teacher']:,.{digits}f} / {values['student']:,.{digits}f}"
 
     columns = [
-        Column("8B: sequences x tokens", lambda point: f"{point[1]} x {point[0]:,}"),
-        Column("step, ms: teacher / converted", both, ("step_ms", 1)),
+        Column("sequences x tokens: original / converted", lambda point: f"{point[1]} x {point[0]:,}"),
+        Column("prompts, s", both, ("prompts_seconds", 2)),
+        Column("step, ms", both, ("step_ms", 1)),
         Column("tokens/s", both, ("tokens_per_second", 0)),
         Column("sequences that fit", both, ("fits", 0)),
+        Column("MB of a sequence", both, ("page_mb", 0)),
     ]
     return table(columns, points)
 
