@@ -56,6 +56,8 @@ def loadable_folder(name: str, revision: str | None = None) -> Path:
         UserError: also if a file or a name leads out of the folder, the config names code on the hub, or there is none.
     """
     folder = model_folder(name, revision)
+    if folder.is_file():
+        raise UserError(f"{name}: is a file, not a model's folder (docs/evaluating.md makes one of a .gguf file)")
     if not (folder / "config.json").exists():
         raise UserError(f"{name}/config.json: missing; give what `deltanet-hf convert` wrote, or the `final` of a run")
     check_links(folder)

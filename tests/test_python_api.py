@@ -78,9 +78,10 @@ def test_a_training_run(tmp_path: Path) -> None:
 
 def test_a_report_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_report, "run_report", lambda options, say: {"options": options})
-    made = report("teacher", [tmp_path / "a", "b=hub/b"], tmp_path / "out", suite="texts", limit=2)
-    students = [str(tmp_path / "a"), "b=hub/b"]
-    assert made["options"] == ReportOptions("teacher", students, tmp_path / "out", suite="texts", limit=2)
+    files = {"texts": {"mine": "x.txt"}, "data": "rows", "haystack": None}
+    made = report("teacher", [tmp_path / "a", "b=hub/b"], tmp_path / "out", suite="texts", limit=2, **files)
+    students, paths = [str(tmp_path / "a"), "b=hub/b"], {"texts": {"mine": Path("x.txt")}, "data": Path("rows")}
+    assert made["options"] == ReportOptions("teacher", students, tmp_path / "out", suite="texts", limit=2, **paths)
     assert report("teacher", "a", tmp_path / "out")["options"].students == ["a"]
 
 

@@ -72,6 +72,9 @@ def plan(
     Args:
         teacher, keep, mixer, set, options: as for `convert`. Nothing is measured.
 
+    Returns:
+        The plan; `cache_bytes` has the bytes of the teacher's and the converted model's cache by context length.
+
     Raises:
         UserError: as `convert`.
     """
@@ -98,6 +101,9 @@ def select(
         out: the file to write, for `keep` of `convert`; a plot is written beside it.
         keep: how much to keep, such as "25%", "7" or "5%@16k"; by default as in the command.
         options: further options of `deltanet-hf select`, among them unit, method, mixer, probes, length, seed, device.
+
+    Returns:
+        The contents of the file; `kept` are the layers, or pairs (layer, head).
 
     Raises:
         UserError: an option, the teacher or the file cannot be used.

@@ -4,7 +4,7 @@ Per head, with a log decay g_t <= 0, a write strength eta_t and a feedback facto
 
     S_t = exp(g_t) S_{t-1} + k_t eta_t (v_t - f k_t^T S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
 
-q and k have unit length, and q is corrected by the key before that: q <- q - d f k. g and eta = sigmoid(b_proj(x)) are
+q and k have unit length; before that, q is corrected by the key: q <- q - d f k. g and eta = sigmoid(b_proj(x)) are
 those of Gated DeltaNet; f = sigmoid(feedback) and d are learned, one per head. Where eta f exceeds exp(g), the
 eigenvalue exp(g) - eta f is negative, which Gated DeltaNet reaches by `allow_neg_eigval` only. With that setting, eta
 is 2 sigmoid(b_proj(x)), but at most 1 + exp(g), so that no eigenvalue is below -1. Published Comba has a sigmoid in its

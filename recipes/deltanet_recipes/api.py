@@ -40,20 +40,24 @@ def report(
     out: str | Path,
     *,
     suite: str = "small",
+    texts: Mapping[str, str | Path] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Compare a teacher, its students and training-free baselines; after an interruption, the same call continues.
 
     Examples:
         >>> from deltanet_recipes import report
-        >>> report("SmolLM2-135M-Instruct", ["run/final"], "report", suite="texts")["models"]  # doctest: +SKIP
+        >>> texts = {"mine": "held-out.jsonl"}
+        >>> report("SmolLM2-135M-Instruct", "run/final", "report", suite="texts", texts=texts)  # doctest: +SKIP
 
     Args:
         teacher: a folder or Hub id.
         students: one or several, each a folder or Hub id, or NAME=FOLDER.
         out: the folder for report.md, report.json and the figures.
         suite: small, full, texts, long, standard, ruler, completion, ifeval, code or gsm8k.
-        options: further fields of `deltanet_hf.evaluation.report.material.ReportOptions`.
+        texts: files on which perplexity and KL are measured, by name.
+        options: further options of `deltanet-hf report`, among them data, windows, haystack, baselines (names), limit,
+            max_length, device and dtype.
 
     Returns:
         The contents of report.json.
@@ -65,4 +69,7 @@ def report(
     from deltanet_hf.evaluation.report.write_report import run_report
 
     named = [str(student) for student in ([students] if isinstance(students, str | Path) else students)]
-    return run_report(ReportOptions(str(teacher), named, Path(out), suite=suite, **options), lambda line: None)
+    places = {name: Path(options[name]) for name in ("data", "haystack") if options.get(name) is not None}
+    files = {name: Path(file) for name, file in (texts or {}).items()}
+    made = ReportOptions(str(teacher), named, Path(out), suite=suite, texts=files, **{**options, **places})
+    return run_report(made, lambda line: None)

@@ -58,8 +58,9 @@ def report(
     suite: Annotated[
         str,
         typer.Option(
-            help="Set of measurements: small, full, texts (no lm-eval tasks), long (texts in pieces of 1k, 8k and "
-            "32k), or the tasks alone of standard, ruler, completion, ifeval, code or gsm8k."
+            help="Set of measurements: small, full, texts (recall, and KL on each --text; no tasks of lm-eval), long "
+            "(KL on each --text in pieces of 1k, 8k and 32k), or the tasks alone of standard, ruler, completion, "
+            "ifeval, code or gsm8k."
         ),
     ] = "small",
     data: Annotated[

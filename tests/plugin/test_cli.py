@@ -253,6 +253,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["{folder}", "--prompt", ""], "--prompt"),
     (["{folder}", "--prompt", "x", "--dtype", "int8"], "--dtype"),
     (["{empty}", "--prompt", "x"], "config.json: missing"),
+    (["{folder}/config.json", "--prompt", "x"], "is a file, not a model's folder"),
 ]
 
 

@@ -32,8 +32,8 @@ class MixerProjections(MixerSettings):
     qk_norm: bool  # the teacher's learned q/k norms, where it has them
     qkv_bias: bool  # the teacher's biases of the q, k and v projections, where it has them
     conv_size: int  # taps of the causal depthwise convolution; 0 for none
-    qk_activation: Activation  # of queries and keys, behind the convolution
-    v_activation: Activation  # of values, behind the convolution
+    qk_activation: Activation  # of queries and keys, after the convolution
+    v_activation: Activation  # of values, after the convolution
     output_norm: OutputNorm  # RMSNorm over a head's output, its weight shared by the heads or one per head
     output_gate: bool  # multiply by SiLU of a projection of the layer's input
     gate_bias: bool  # biases in the projections of write strength and output gate
@@ -117,14 +117,15 @@ BESIDE_WINDOW: dict[str, Any] = {
 }  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
 DELAYED: dict[str, Any] = {
     "delayed": True,
-    "conv_size": 0,  # its tails cost as much as a longer window is worth (docs/gated-deltanet.md)
+    "conv_size": 0,  # its tails cost as much as a longer window is worth (docs/research/four-bits.md)
     "state_dtype": "int8",
 }  # and where the rule can have a state of what has left the window
 
 
 WIDE = 2048  # hidden size
 """From here on the output gate is narrow by default: a full matrix is 7% of an 8B layer's matrix products, and it costs
-no quality to do without (docs/results.md). In a small model its further launch would take as long as it saves."""
+no quality to do without (docs/research/journal-training.md). In a small model its further launch would take as long as
+it saves."""
 
 
 @dataclass(frozen=True)

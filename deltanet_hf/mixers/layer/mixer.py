@@ -10,7 +10,7 @@ order:
     o_proj     output projection
 
 with padding, packed sequences and the cache. The window reads q and k after norms and rotary embedding alone, and v as
-projected.
+projected. Where the state holds what has left the window, the default, `attend` is `delayed` of `delayed_state.py`.
 
 This is the plain form, for training and for whoever calls a layer alone; the classes of `deltanet_hf/fast` override
 single steps, which they compute without gradients by fewer launches. To add a mixer, see docs/contributing.md.
@@ -101,7 +101,7 @@ class Mixer(LayerKind, nn.Module):
         """As in the base class.
 
         Without SiLU on q and k a model that is distilled on 10M tokens or more comes closer to its teacher; with it the
-        untrained model is the better one (docs/results.md).
+        untrained model is the better one (docs/research/four-bits.md).
         """
         cls.only_faithful(profile)
         return cls.Settings(**{**FAITHFUL, "qk_activation": "none" if training else "silu"})

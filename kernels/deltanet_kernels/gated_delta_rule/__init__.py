@@ -54,7 +54,8 @@ Glossary, for one state head and a chunk of C tokens with rows i and columns j:
     T              (I + L)^-1
     P              scores: scale * D * (Q K^T), lower triangle
     U, W           U = K S, W = beta (V - gamma U)
-    V'             T W: the values that the chunk writes into the state
+    V'             T W: the values that the chunk writes into the state. The paper's U and W are other matrices,
+                   T diag(beta) V and T diag(beta gamma) K; its U - W S is V'
     closed gate    a token with g < -100; e^g is 0 in float32, so the state before it is forgotten
     s              number of closed gates up to and including a token of the chunk. A closed gate counts in s and adds
                    nothing to G, so that G keeps its digits. D_ij = 0 where s_i != s_j; gamma_i = 0 where s_i > 0
