@@ -27,6 +27,8 @@ from deltanet_hf.mixers.layer.layer_call import Angles
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
+from deltanet_hf.model_types import HALF_ANGLES, family_type
+from deltanet_hf.models.families import caps_scores
 
 PositionKind = Literal["yarn", "nope", "cut"]
 FURTHEST_SINK = 4096  # positions from which sinks are seen, at most
@@ -108,6 +110,8 @@ def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrai
     """A copy of a family's configuration with YaRN from the teacher's positions to those of the context."""
     changed: Any = copy.deepcopy(config)
     changed.max_position_embeddings = context
+    if getattr(config, "head_dim", 0) is None:  # Mixtral's, which transformers takes for a number
+        changed.head_dim = changed.hidden_size // changed.num_attention_heads
     changed.rope_parameters = changed.rope_parameters | {
         "rope_type": "yarn",
         "factor": context / teacher,
@@ -143,6 +147,15 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
         raise UserError(
             f"context: got a teacher whose rotary positions are {rope.get('rope_type', 'set by layer')}, and only "
             "default ones can be extended; convert without --context"
+        )
+    if family_type(config) in HALF_ANGLES:
+        raise UserError(
+            f"context: the rotary positions of {family_type(config)} cannot be extended; convert without --context"
+        )
+    if positions.kind == "cut" and caps_scores(config):
+        raise UserError(
+            "context: the teacher caps its scores, which cut distances do not; take --positions yarn, or convert "
+            "without --context"
         )
     windows: list[Any] = []
     whole: list[Any] = []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.decoding import captured_step, decoded_by
@@ -26,7 +27,7 @@ from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.factory import model_class
-from deltanet_hf.models.far_positions import FarPositions
+from deltanet_hf.models.far_positions import FarPositions, yarn_config
 from deltanet_hf.sessions.model_identity import model_identity
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, rounded_tokens
 from support.float64 import Float64
@@ -323,6 +324,14 @@ def test_gradients_reach_whole_heads_and_windows(kind: str, bits: int, states: b
     assert all(bool(weight.grad.abs().sum() > 0) for name, weight in model.named_parameters() if "q_proj.w" in name)
 
 
+def test_yarn_of_a_family_whose_config_names_no_head_size() -> None:
+    own = teacher_config("mixtral", sliding_window=None, max_position_embeddings=TEACHER)
+    assert own.head_dim is None
+    named = teacher_config("mixtral", sliding_window=None, max_position_embeddings=TEACHER, head_dim=8)
+    angles = [MixtralRotaryEmbedding(yarn_config(config, TEACHER, CONTEXT)).inv_freq for config in (own, named)]
+    assert torch.equal(*angles)
+
+
 def test_what_is_refused() -> None:
     far_away = FarPositions("yarn", TEACHER, CONTEXT)
     values = far_away.to_dict()
@@ -347,6 +356,12 @@ def test_what_is_refused() -> None:
             ({"layers": windows, "family": "gemma3_text"}, UserError, "set by layer"),
             ({"layers": windows, "family": "mistral"}, UserError, "layer 0 of the teacher slides"),
             ({"layers": windows, "family": "smollm3"}, UserError, "layer 2 .* no rotary positions"),
+            ({"layers": windows, "family": "gpt_oss"}, UserError, "rotary positions of gpt_oss cannot be extended"),
+            (
+                {"layers": table(replace(far_away, kind="cut")), "family": "gemma2"},
+                UserError,
+                "the teacher caps its scores, which cut distances do not",
+            ),
             ({"layers": table(replace(far_away, kind="cut")), "bits": 4}, UserError, "cut distances need keys in 16"),
         ],
     )
