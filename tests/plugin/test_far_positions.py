@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
-from deltanet_hf import LayerTable, converted_config
+from deltanet_hf import LayerTable, converted_config, restrict_to_window
 from deltanet_hf.decoding import captured_step, decoded_by
 from deltanet_hf.decoding.captured_graphs import read_prompt
 from deltanet_hf.errors import UserError
@@ -237,6 +237,20 @@ def test_windows_see_a_text_within_the_bound_as_without_the_setting() -> None:
         own, further = made(windows, bits), made(replace(windows, positions=FarPositions("yarn", TEACHER, 64)), bits)
         assert torch.equal(own(short).logits, further(short).logits)
         assert not torch.equal(own(IDS).logits, further(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "nope", "cut"])
+@torch.no_grad()
+def test_whole_heads_under_a_window_are_windows(kind: Any) -> None:
+    """Without its positions, and with sinks at the same bounded one."""
+    positions = FarPositions(kind, TEACHER, CONTEXT)
+    windows = made(replace(LayerTable.preset(4, "window", window=9, sinks=3), positions=positions))
+    restricted = restrict_to_window(made(LayerTable({}, ("softmax",) * 4, positions=positions)), 9, 3)
+    cache = DynamicCache(config=restricted.config)
+    found = [restricted(ids, use_cache=True, **{CACHE: cache}).logits for ids in IDS.split([60, 1, 39], dim=1)]
+    wanted = windows(IDS).logits
+    torch.testing.assert_close(restricted(IDS, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("states", [False, True])
