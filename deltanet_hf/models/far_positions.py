@@ -32,6 +32,7 @@ from deltanet_hf.models.families import caps_scores
 
 PositionKind = Literal["yarn", "nope", "cut"]
 FURTHEST_SINK = 4096  # positions from which sinks are seen, at most
+DEFAULT_KEYS = ("rope_theta", "partial_rotary_factor")  # of the rotary positions `default`
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class FarRotary(nn.Module):
         self.whole: Any = None
         if positions.kind == "yarn":
             self.whole = type(own)(config=yarn_config(config, positions.teacher, positions.context))  # type: ignore[call-arg]
+            if self.whole.inv_freq.shape != own.inv_freq.shape:
+                raise UserError(
+                    "context: the family ignores the config's partial_rotary_factor, and YaRN does not; set it to 1.0"
+                )
 
     @property
     def rope_type(self) -> str:
@@ -112,7 +117,8 @@ def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrai
     changed.max_position_embeddings = context
     if getattr(config, "head_dim", 0) is None:  # Mixtral's, which transformers takes for a number
         changed.head_dim = changed.hidden_size // changed.num_attention_heads
-    changed.rope_parameters = changed.rope_parameters | {
+    changed.rope_parameters = {  # without keys that mean nothing to default positions, and something to YaRN
+        **{key: value for key, value in changed.rope_parameters.items() if key in DEFAULT_KEYS},
         "rope_type": "yarn",
         "factor": context / teacher,
         "original_max_position_embeddings": teacher,

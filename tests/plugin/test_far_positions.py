@@ -346,6 +346,21 @@ def test_yarn_of_a_family_whose_config_names_no_head_size() -> None:
     assert torch.equal(*angles)
 
 
+def test_yarn_takes_what_default_positions_take() -> None:
+    rope = {"rope_type": "default", "rope_theta": THETA}
+    plain, more = (
+        yarn_config(teacher_config("llama", rope_parameters={**rope, **stray}), TEACHER, CONTEXT)
+        for stray in ({}, {"attention_factor": 2.0, "beta_fast": 4.0, "truncate": False})
+    )
+    assert more.rope_parameters == plain.rope_parameters
+    positions = FarPositions("yarn", TEACHER, CONTEXT)
+    config = converted_config(
+        teacher_config("llama", rope_parameters={**rope, "partial_rotary_factor": 0.5}), table(positions)
+    )
+    with pytest.raises(UserError, match="ignores the config's partial_rotary_factor"):
+        model_class("llama")(config)
+
+
 def test_what_is_refused() -> None:
     far_away = FarPositions("yarn", TEACHER, CONTEXT)
     values = far_away.to_dict()
