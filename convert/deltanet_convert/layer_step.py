@@ -76,8 +76,9 @@ class LayerStep:
         layer: Any = self.stream.load_layer(index).to(self.device)
         table = LayerTable.of(self.student.config)
         if table.cache_bits < 16:
-            rotary, positions = self.stream.model.model.rotary_emb, self.student.config.max_position_embeddings
-            drop_still_key_bias(layer.self_attn, rotary, positions)
+            # The distances of windows end within the teacher's positions, and further ones turn no more by YaRN.
+            teacher: Any = self.stream.model
+            drop_still_key_bias(layer.self_attn, teacher.model.rotary_emb, teacher.config.max_position_embeddings)
         kwargs = moved(self.stream.layer_kwargs[index], self.device)
         new = self.student.model.layers[index].self_attn
         converted, ordered = table[index] is not None, table.key_order

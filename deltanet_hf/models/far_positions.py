@@ -27,9 +27,12 @@ from deltanet_hf.mixers.layer.layer_call import Angles
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import check_at_least, check_choice
+from deltanet_hf.model_types import HALF_ANGLES, family_type
+from deltanet_hf.models.families import caps_scores
 
 PositionKind = Literal["yarn", "nope", "cut"]
 FURTHEST_SINK = 4096  # positions from which sinks are seen, at most
+DEFAULT_KEYS = ("rope_theta", "partial_rotary_factor")  # of the rotary positions `default`
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class FarRotary(nn.Module):
         self.whole: Any = None
         if positions.kind == "yarn":
             self.whole = type(own)(config=yarn_config(config, positions.teacher, positions.context))  # type: ignore[call-arg]
+            if self.whole.inv_freq.shape != own.inv_freq.shape:
+                raise UserError(
+                    "context: the family ignores the config's partial_rotary_factor, and YaRN does not; set it to 1.0"
+                )
 
     @property
     def rope_type(self) -> str:
@@ -108,7 +115,10 @@ def yarn_config(config: PreTrainedConfig, teacher: int, context: int) -> PreTrai
     """A copy of a family's configuration with YaRN from the teacher's positions to those of the context."""
     changed: Any = copy.deepcopy(config)
     changed.max_position_embeddings = context
-    changed.rope_parameters = changed.rope_parameters | {
+    if getattr(config, "head_dim", 0) is None:  # Mixtral's, which transformers takes for a number
+        changed.head_dim = changed.hidden_size // changed.num_attention_heads
+    changed.rope_parameters = {  # without keys that mean nothing to default positions, and something to YaRN
+        **{key: value for key, value in changed.rope_parameters.items() if key in DEFAULT_KEYS},
         "rope_type": "yarn",
         "factor": context / teacher,
         "original_max_position_embeddings": teacher,
@@ -143,6 +153,15 @@ def place_positions(model: PreTrainedModel, positions: FarPositions) -> None:
         raise UserError(
             f"context: got a teacher whose rotary positions are {rope.get('rope_type', 'set by layer')}, and only "
             "default ones can be extended; convert without --context"
+        )
+    if family_type(config) in HALF_ANGLES:
+        raise UserError(
+            f"context: the rotary positions of {family_type(config)} cannot be extended; convert without --context"
+        )
+    if positions.kind == "cut" and caps_scores(config):
+        raise UserError(
+            "context: the teacher caps its scores, which cut distances do not; take --positions yarn, or convert "
+            "without --context"
         )
     windows: list[Any] = []
     whole: list[Any] = []

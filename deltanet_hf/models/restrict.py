@@ -57,6 +57,7 @@ def restrict_to_window(
             continue
         kind_of(attention).use_cache_bits(16)
         WindowAttention.from_attention(attention, attention.config, index, settings)
+        attention.sink_bound = getattr(decoder.rotary_emb, "sink_bound", None)  # of a model that reads further
         found = True
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")

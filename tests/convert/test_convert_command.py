@@ -77,7 +77,7 @@ def test_the_last_line_says_how_good_it_is_and_what_to_do(
     kl: float, teacher: tuple[str, float], layers: list[dict[str, Any]], begins: str, command: str
 ) -> None:
     model_type, parameters = teacher
-    plan = {"teacher_parameters": parameters, "layers": layers}
+    plan = {"teacher_parameters": parameters, "layers": layers, "positions": None}
     report = {"plan": plan, "held_out": {"kl": kl}, "teacher": {"model_type": model_type}}
     line = outlook(report, Path("a b"))
     assert line.startswith(begins)
@@ -87,8 +87,19 @@ def test_the_last_line_says_how_good_it_is_and_what_to_do(
     assert read_recipe(recipe, overrides).student == "a b"
 
 
+@pytest.mark.parametrize("layers", [[layer("window 9", 0), STAYS], [layer("Gated DeltaNet + window 9")], [STAYS]])
+def test_what_reads_further_is_trained_on_longer_rows(layers: list[dict[str, Any]]) -> None:
+    """With states or without, and a teacher that keeps all layers; rows of 32k are for a model that reads as far."""
+    report: dict[str, Any] = {"held_out": {"kl": 0.2}, "teacher": {"model_type": "llama"}}
+    for context, recipe in ((32768, "smollm2-135m-32k"), (16384, "smollm2-135m")):
+        positions = {"kind": "yarn", "teacher": 8192, "context": context}
+        report["plan"] = {"teacher_parameters": 1e8, "layers": layers, "positions": positions}
+        assert f": deltanet-hf distill {recipe}" in outlook(report, Path("out"))
+        assert ("needles" in outlook(report, Path("out"))) == (context == 32768)
+
+
 def test_where_all_layers_stay_there_is_nothing_to_train() -> None:
-    plan = {"teacher_parameters": 1, "layers": [STAYS]}
+    plan = {"teacher_parameters": 1, "layers": [STAYS], "positions": None}
     near, far = (outlook({"plan": plan, "held_out": {"kl": kl}}, Path("out")) for kl in (0.004, 0.4))
     assert near.endswith(" text like this. Its weights are the teacher's, so there is nothing to train.")
     assert far.startswith("Far from its teacher: its keys and values need more bits, by deltanet_hf.set_cache_bits(")

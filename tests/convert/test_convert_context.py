@@ -42,6 +42,7 @@ def test_what_is_measured_is_the_model_that_is_loaded(tmp_path: Path, kinds: dic
     assert report["plan"]["positions"] == {"kind": positions, "teacher": 128, "context": 512}
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
     assert "It reads 512 tokens, the teacher 128: full-attention heads have " in card
+    assert ("the model has to be trained before use" in card) == (positions == "nope")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["positions"]["kind"] == positions
 
 

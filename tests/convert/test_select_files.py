@@ -291,6 +291,8 @@ def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"keep": "1XB@5"}, "--keep 1XB@5: got '1XB'"),
     ({"exportable": True, "method": "kl"}, "--exportable: keeps every n-th layer, so --method kl has no effect"),
+    ({"exportable": True}, "--exportable: other runtimes have gated_deltanet"),
+    ({"exportable": True, "mixer": None, "context": "8k"}, "--exportable: other runtimes have gated_deltanet and the"),
     ({"exportable": True, "unit": "kv_head"}, "--exportable: other runtimes keep whole layers"),
     ({"unit": "head"}, "--unit: got 'head'"),
     ({"method": "best"}, "--method: got 'best', expected one of forward, gradient, kl, uniform"),

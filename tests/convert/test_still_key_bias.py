@@ -59,10 +59,13 @@ def test_scores_beside_learned_sinks_and_channels_that_turn_keep_it(family: str)
     assert all(map(torch.equal, before, (layer.self_attn.k_proj.bias for layer in model.model.layers)))
 
 
-@pytest.mark.parametrize("bits", [4, 16])
-def test_a_conversion_leaves_it_out_where_its_keys_have_few_bits(teacher: Any, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "context"), [(4, None), (16, None), (4, "2k")])
+def test_a_conversion_leaves_it_out_where_its_keys_have_few_bits(
+    teacher: Any, bits: int, context: str | None, tmp_path: Path
+) -> None:
+    """Over 2,048 positions, a pair of `STILL` would turn by 0.2 radian without YaRN."""
     teacher.save_pretrained(folder := teacher_folder(tmp_path / "teacher", "qwen2"))
-    options = {"layers": "layers:1", "mixer": "gated_deltanet+window", "changes": ["window=33"]}
+    options = {"layers": "layers:1", "mixer": "gated_deltanet+window", "changes": ["window=33"], "context": context}
     tiny_conversion(folder, tmp_path / "student", cache_bits=bits, **options)
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
     wanted = biases(teacher) if bits == 16 else biases(teacher).index_fill(2, torch.tensor(STILL), 0.0)

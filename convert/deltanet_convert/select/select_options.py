@@ -143,6 +143,11 @@ class SelectOptions(Options):
             )
         if self.exportable and self.unit not in (None, "layer"):
             raise UserError("--exportable: other runtimes keep whole layers; leave out --unit or --exportable")
+        if self.exportable and (self.mixer not in (None, "gated_deltanet") or self.context is not None):
+            raise UserError(
+                "--exportable: other runtimes have gated_deltanet and the teacher's positions; leave out --mixer and "
+                "--context, or --exportable"
+            )
         return self
 
     @property

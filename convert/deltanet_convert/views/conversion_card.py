@@ -173,6 +173,10 @@ def _setting(key: str, value: Any) -> str:
 
 def _state_of_training(report: dict[str, Any], converted: list[dict[str, Any]]) -> str:
     """Where the weights of the converted layers come from, and whether to train the model before use."""
+    if (positions := report["plan"]["positions"]) is not None and positions["kind"] == "nope":
+        return """\
+Full-attention heads have lost the teacher's positions, so the model has to be trained before use (`deltanet-hf
+distill`)."""
     if not _has_new_weights(converted):
         narrowed = """ The converted layers see only a part of the context, so
 the model can be used as it is where that part is enough. Training adapts it further (`deltanet-hf distill`)."""

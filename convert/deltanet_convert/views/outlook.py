@@ -19,6 +19,8 @@ LARGER = {  # recipes of larger models by their parameters; of other families, t
 }
 # Recipes, and what they were measured to do (docs/results.md, docs/gated-deltanet.md, docs/mixers.md).
 WINDOWS = "smollm2-135m-windows", "9.9M tokens halved SmolLM2-135M's KL on texts of 8k tokens"
+FURTHER = "smollm2-135m-32k", "9.8M tokens raised the needles that SmolLM2-135M finds in 16k from 28 to 47%"
+FURTHER_FROM_TO = 8192, 32768  # positions of the teacher and of the model, for the rows of this recipe
 WITH_STATES = "smollm2-135m", "98.3M tokens brought SmolLM2-135M with ten full-attention heads to 0.007"
 STATES = "smollm2-135m-pure", "9.9M tokens brought SmolLM2-135M to 0.26, with attention in every fourth layer to 0.16"
 ADDED = "smollm2-135m-pure stages.distil.ce_weight=1", "on the text, since it begins as its teacher"
@@ -33,9 +35,12 @@ def outlook(report: dict[str, Any], out: Path) -> str:
     """One line; `report` is the contents of `conversion.json`, `out` the folder of the model."""
     plan, kl = report["plan"], report["held_out"]["kl"]
     converted = [layer for layer in plan["layers"] if layer["kind"] != SOFTMAX]
-    if not converted:
+    positions = plan["positions"]
+    if not converted and positions is None:
         return f"{verdict(kl, MORE_BITS)}. Its weights are the teacher's, so there is nothing to train."
-    if not any(layer["created"] for layer in converted):
+    if positions is not None and (positions["teacher"], positions["context"]) == FURTHER_FROM_TO:
+        recipe, measured = FURTHER
+    elif not any(layer["created"] for layer in converted):
         recipe, measured = WINDOWS
     elif keeps_tokens(converted):
         recipe, measured = ADDED

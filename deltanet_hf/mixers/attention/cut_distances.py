@@ -44,7 +44,7 @@ class CutSoftmax(FarSoftmax):
     def take(self, rotary: nn.Module, limit: int) -> None:
         self.rotary, self.limit = (rotary,), limit
 
-    def further(self, own: Tensor | None, call: dict[str, Any]) -> dict[str, Any]:
+    def further(self, own: Tensor, call: dict[str, Any]) -> dict[str, Any]:
         cache = cache_in(call)
         seen = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         return {"positions": own, "seen": seen + 0}  # static caches count in place

@@ -23,11 +23,11 @@ class FarSoftmax:
     """The name under which the family's attention finds a function of its own; None for the model's."""
     config: Any
 
-    def further(self, own: Tensor | None, call: dict[str, Any]) -> dict[str, Any]:
-        """The further arguments of that function, after q, k and v.
+    def further(self, own: Tensor, call: dict[str, Any]) -> dict[str, Any]:
+        """The further arguments of that function, after q, k and v, where the angles have a tensor for them.
 
         Args:
-            own: the last of the angles.
+            own: that tensor, the last of the angles.
             call: further arguments of the layer's call.
         """
         return {}
@@ -41,11 +41,12 @@ class FarSoftmax:
     ) -> tuple[Tensor, Tensor | None]:
         """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], attention weights or None)."""
         angles, own = whole_angles(position_embeddings)
+        further = {} if own is None else self.further(own, kwargs)  # None under a window, too
         return super().forward(  # type: ignore[misc, no-any-return]
             hidden_states=hidden_states,
             position_embeddings=angles,
             attention_mask=attention_mask,
-            **self.further(own, kwargs),
+            **further,
             **kwargs,
         )
 
@@ -63,7 +64,7 @@ class ScaledSoftmax(FarSoftmax):
 
     implementation = IMPLEMENTATION
 
-    def further(self, own: Tensor | None, call: dict[str, Any]) -> dict[str, Any]:
+    def further(self, own: Tensor, call: dict[str, Any]) -> dict[str, Any]:
         return {"query_scale": own}
 
 

@@ -25,7 +25,7 @@ PATIENCE = 5.0  # seconds to wait for an answer of the Hub
 def fetch_teacher(folder: Path) -> tuple[Path, str]:
     """Returns a local folder with the teacher and where it came from. What an earlier run fetched is used again."""
     model, origin = folder / HUB_ID.split("/")[1], folder / "origin.txt"
-    if origin.exists():
+    if origin.exists() and model.is_dir():
         return model, origin.read_text()
     folder.mkdir(parents=True, exist_ok=True)
     if _hub_answers():

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from deltanet_hf.publish import Workspace, check_target
+from deltanet_hf.safe_write import writing
 from deltanet_recipes.demo.demo_report import memory_table, write_report
 from deltanet_recipes.demo.fetch_teacher import fetch_teacher
 from deltanet_recipes.demo.measure import ASKED, FACT, LENGTH, QUESTION, DemoMeasure
@@ -30,7 +31,8 @@ def run_demo(folder: Path) -> None:
     clock = Clock()
 
     clock.begin("1. the teacher")
-    teacher, origin = fetch_teacher(folder / "out" / "teacher")
+    with writing(folder):
+        teacher, origin = fetch_teacher(folder / "out" / "teacher")
     console.print(f"SmolLM2-135M-Instruct, from {origin}")
 
     clock.begin("2. convert")
@@ -56,7 +58,8 @@ def run_demo(folder: Path) -> None:
         _say(f"{name}: {divergences[name].mean:.3f}")
 
     clock.begin("6. report")
-    summary = write_report(folder, origin, megabytes, answers, divergences, clock.seconds)
+    with writing(folder):
+        summary = write_report(folder, origin, megabytes, answers, divergences, clock.seconds)
     console.print(Markdown(summary))
     console.print(f"report: {folder / 'report.md'}")
 

@@ -84,6 +84,11 @@ def check_models(recipe: Recipe) -> PreTrainedConfig:
                 f"stages.{stage_name(stage)}.sequence_length: got {stage.sequence_length}, and the teacher's positions "
                 f"end at {longest}; give fewer, or far_ce_weight to a student that reads further"
             )
+        if stage.sequence_length > student.max_position_embeddings:
+            raise UserError(
+                f"stages.{stage_name(stage)}.sequence_length: got {stage.sequence_length}, and the student's positions "
+                f"end at {student.max_position_embeddings}; give fewer, or convert the teacher with a larger --context"
+            )
     if student.model_type == MODEL_TYPE:
         _check_imported(recipe, student, name, revision, config)
         return student

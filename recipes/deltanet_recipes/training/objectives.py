@@ -161,7 +161,8 @@ class DistilLoss(nn.Module):
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss [] and the metrics [KL, cross-entropy, residual-stream error if it has a weight].
 
-        All are this micro-batch's share of the mean per scored token over the optimiser step.
+        All are this micro-batch's share of the mean per scored token over the optimiser step; KL and residual-stream
+        error are means over the tokens that are compared with the teacher.
         """
         if batch.student is None:
             batch = self.prepare(batch)
@@ -185,12 +186,14 @@ class DistilLoss(nn.Module):
             per_token,
             self._teacher_layers.output_weight,
         )
-        metrics: list[Any] = [kl, ce]
+        compared = self._compared(batch.rows)
+        share = compared.sum().clamp_min(1) / batch.rows.scored.sum().clamp_min(1)
+        metrics: list[Any] = [kl / share, ce]
         if self.hidden_weight > 0:
             errors = [self._hidden_error(s, t) for s, t in zip(states, teacher_states, strict=True)]
-            hidden_error = (torch.stack(errors).mean(0) * self._compared(batch.rows)).sum()
+            hidden_error = (torch.stack(errors).mean(0) * compared).sum()
             total = total + self.hidden_weight * hidden_error
-            metrics.append(hidden_error.detach())
+            metrics.append(hidden_error.detach() / share)
         return total / batch.scored, torch.stack(metrics) / batch.scored
 
     def _compared(self, rows: Rows) -> torch.Tensor:
