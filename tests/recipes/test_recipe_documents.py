@@ -27,7 +27,6 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from measuring.study.items import load_items
-from mixers_table import mixers
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -93,10 +92,6 @@ def test_a_table_without_results_is_empty(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("{results: absent.json, columns: [mb_2k], rows: [{run: x, label: X}]}")
     text = "<!-- front: f.yaml (note) -->\n<!-- end of front -->\n"
     assert rewritten(text, tmp_path) == text
-
-
-def test_runs_that_failed_are_listed() -> None:
-    assert mixers([{"run": "mesa-all-s0", "error": "it diverged"}]) == "failed: mesa-all-s0 (it diverged)"
 
 
 def test_changes_are_those_from_the_base(tmp_path: Path) -> None:
