@@ -16,8 +16,8 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.mixers import MIXER_NAMES
 from measuring.lab import experiment
 from measuring.lab.command import main
-from measuring.lab.plot import read_rows
 from measuring.lab.plot import main as draw
+from measuring.lab.plot import read_rows
 from measuring.lab.recall import DISTRACTORS, KEYS, VALUES, AssociativeRecall
 from measuring.lab.table import by_model, mean_accuracy, pairs_recalled, table
 from measuring.lab.tasks import IGNORED
