@@ -113,15 +113,12 @@ def test_offsets_changed_in_place_are_checked_again() -> None:
 
 WRONG_CONV: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": torch.randn(6, 4)}, ValueError, r"x: got shape \[6, 4\], needs \[B, T, D\]"),
-    ({"x": torch.randn(1, 0, 4)}, ValueError, r"x: got shape \[1, 0, 4\], needs \[B, T, D\], none of them 0"),
     ({"weight": torch.randn(5, 4)}, ValueError, r"weight: got shape \[5, 4\], needs \[D, W\] = \[4, W\]"),
     ({"weight": torch.randn(4, 1, 4)}, ValueError, r"weight: got shape \[4, 1, 4\]"),
     ({"bias": torch.randn(3)}, ValueError, r"bias: got shape \[3\], needs \[D\] = \[4\]"),
     ({"activation": "relu"}, ValueError, "activation: got 'relu', needs None or 'silu'"),
     ({"initial_state": torch.randn(1, 4, 4)}, ValueError, r"initial_state: .* = \[1, 4, 3\]"),
     ({"cu_seqlens": offsets(0, 9)}, ValueError, "cu_seqlens: got a last offset of 9"),
-    ({"x": torch.ones(1, 6, 4, dtype=torch.int32)}, TypeError, "x: got dtype torch.int32"),
-    ({"weight": torch.empty(4, 4, device="meta")}, ValueError, "weight: got device meta, needs cpu"),
 ]
 
 

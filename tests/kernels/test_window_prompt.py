@@ -204,8 +204,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"state_output": torch.zeros(2, 14, 3, 16)},
         r"state_output: got shape .* needs \[B, T', H, D\] = \[2, 13, 3, 16\]",
     ),
-    ({"state_output": torch.zeros(2, 13, 3, 16).int()}, "state_output: got dtype torch.int32"),
-    ({"share_logit": None}, "share_logit: got NoneType, needs a tensor"),
     ({"far_slope": torch.zeros(4)}, r"far_slope: got shape \[4\], needs \[H\]"),
     ({"places": 0}, "places: got 0, needs at least 1"),
     ({"reach": 2.0}, "reach: got float, needs int"),
