@@ -24,18 +24,14 @@ from gpu_tests import gpu
 from kernels_table import kernels
 from measuring.lab import table as lab_table
 from measuring.rows import RowFile
-from mixers_table import mixers
-from results_tables import results
 from rules_table import rules
 from speed_table import recommended, speed
 from training_table import training
 from vllm_table import served, vllm
 
 KINDS: dict[str, Callable[[Path], str]] = {
-    "results": lambda path: results(RowFile(path).rows()),
     "front": comparison_tables.front,
     "changes": comparison_tables.changes,
-    "mixers": lambda path: mixers(RowFile(path).rows()),
     "rules": rules,
     "lab": lambda path: lab_table.table(RowFile(path).rows()),
     "speed": speed,

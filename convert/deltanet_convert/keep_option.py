@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -104,31 +103,20 @@ def _numbers(text: str, where: str) -> list[int]:
     words = [word for word in re.split(r"[\s,]+", text) if word]
     for word in words:
         if not re.fullmatch(r"-?\d{1,9}", word, re.ASCII):
-            raise UserError(f"{where}: '{word}' is not a layer index; list whole numbers such as 3,7,11")
+            raise UserError(f"{where}: '{word:.60}' is not a layer index; list whole numbers such as 3,7,11")
     return [int(word) for word in words]
 
 
 def _from_file(path: Path) -> list[int]:
+    where = f"--keep {path}"
     try:
         with path.open("rb") as file:
             data = file.read(MAX_LIST_BYTES + 1)  # a device has no size
         if len(data) > MAX_LIST_BYTES:
-            raise UserError(f"--keep {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
-        text = data.decode()
+            raise UserError(f"{where}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
+        return _numbers(re.sub(r"#.*|^\s*\[|\]\s*$", " ", data.decode()), where)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--keep {path}: cannot be read ({error}); give a text file of layer indices") from error
-    if not text.lstrip().startswith(("[", "{")):
-        return _numbers("\n".join(line.split("#")[0] for line in text.splitlines()), f"--keep {path}")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--keep {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
-    if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise UserError(
-            f"--keep {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
-            "select wrote"
-        )
-    return value
+        raise UserError(f"{where}: cannot be read ({error}); give a text file of layer indices") from error
 
 
 def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int, ...]:

@@ -32,6 +32,9 @@ from .storage.teacher_source import Source
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QWEN3_5 = ("qwen3_5_text", "qwen3_5")  # the second has a nested text model: beside a vision tower, or for mlx
 LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
+REMEDY = (
+    "add or remove weights, or correct the keys of the config for sizes, heads, experts, biases and tie_word_embeddings"
+)
 LARGEST = sys.float_info.max
 LIMITS = {
     "rms_norm_eps": (0.0, 1.0),
@@ -277,18 +280,16 @@ def check_tensors(
             entry = checkpoint.entries[name]
             raise UserError(
                 f"{entry.file}: tensor '{name}' has shape {list(entry.shape)} but {config_file.name} needs "
-                f"{list(shape)}; {_shape_remedy(name)}"
+                f"{list(shape)}; {REMEDY}"
             )
     for name in expected:
         if name not in checkpoint and name not in optional:
-            raise UserError(
-                f"{checkpoint.files()[0]}: tensor '{name}' is missing from the checkpoint; {_missing_remedy(name)}"
-            )
+            raise UserError(f"{checkpoint.files()[0]}: tensor '{name}' is missing from the checkpoint; {REMEDY}")
     for name, entry in checkpoint.entries.items() if alone else ():
         if name not in expected and not DERIVED.search(name):
             raise UserError(
                 f"{entry.file}: tensor {name!r} has no place in a {model.config.model_type} model with this "
-                f"{config_file.name}; {_extra_remedy(name)}"
+                f"{config_file.name}; {REMEDY}"
             )
 
 
@@ -302,30 +303,3 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _shape_remedy(name: str) -> str:
-    keys = "hidden_size"
-    if re.search(r"\.[qkv]_(proj|norm)\.|\.qkv_proj\.|\.o_proj\.", name):
-        keys = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
-    elif ".linear_attn." in name:
-        keys = "hidden_size and the linear_ keys"
-    elif re.search(r"\.(experts|gate|router)\.", name):
-        keys = "hidden_size, the number of experts and their intermediate size"
-    elif ".mlp." in name:
-        keys = "hidden_size and intermediate_size"
-    elif name.startswith(("model.embed_tokens", "lm_head")):
-        keys = "vocab_size and hidden_size"
-    return f"check {keys} in the config"
-
-
-def _missing_remedy(name: str) -> str:
-    if name == "lm_head.weight":
-        return "add it, or set tie_word_embeddings to true if the output head is the embedding"
-    return "add the file that holds it, or correct the config"
-
-
-def _extra_remedy(name: str) -> str:
-    if name.endswith(".bias"):
-        return "the config switches this bias off: correct it (attention_bias, mlp_bias)"
-    return "remove it, or correct the config"

@@ -36,7 +36,6 @@ from deltanet_hf.mixers.layer import (
 )
 from deltanet_hf.mixers.layer.delta_rule import closed, delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import elu_features
-from deltanet_hf.mixers.layer.settings import check_bool
 from deltanet_kernels import cumulative_sum
 
 TINY = 1e-30  # a smaller normaliser is one of keys whose features are 0
@@ -50,7 +49,6 @@ class DeltaNetSettings(MixerProjections):
 
     def validate(self, where: str) -> None:
         super().validate(where)
-        check_bool(where, "normalised", self.normalised)
         if self.normalised and self.allow_neg_eigval:
             raise ValueError(f"{where}.allow_neg_eigval: got true, but with normalised there are none; leave it out")
 

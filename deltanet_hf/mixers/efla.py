@@ -17,7 +17,7 @@ DeltaNet here. eta = softplus(b_proj(x)) step_scale, with a learned scale per he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from torch.nn import functional as F
 
 from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, Part, State
 from deltanet_hf.mixers.layer.delta_rule import wide_range
-from deltanet_hf.mixers.layer.settings import check_choice
 
 FlowStep = Literal["exact", "implicit", "explicit"]
 NORM_EPS = 1e-6  # what the operator adds to |k|^2 when it brings k to unit length
@@ -41,7 +40,6 @@ class EflaSettings(MixerProjections):
 
     def validate(self, where: str) -> None:
         super().validate(where)
-        check_choice(where, "flow_step", self.flow_step, get_args(FlowStep))
         if self.allow_neg_eigval:
             raise ValueError(f"{where}.allow_neg_eigval: got true, but this rule has eigenvalues 0 to 1; leave it out")
 

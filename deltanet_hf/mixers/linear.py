@@ -17,7 +17,7 @@ z is one more column of the state: the values get a channel that is always 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from deltanet_hf.mixers.layer import (
 )
 from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import TaylorFeatures, elu_features, taylor_size
-from deltanet_hf.mixers.layer.settings import check_choice
 
 FeatureMap = Literal["none", "elu", "taylor"]
 LARGEST_FEATURE_DIM = 21  # 253 features: the kernels take key sizes up to 256
@@ -50,7 +49,6 @@ class LinearSettings(AdditiveSettings):
 
     def validate(self, where: str) -> None:
         super().validate(where)
-        check_choice(where, "feature_map", self.feature_map, get_args(FeatureMap))
         if type(self.feature_dim) is not int or not 1 <= self.feature_dim <= LARGEST_FEATURE_DIM:
             raise ValueError(f"{where}.feature_dim: got {self.feature_dim!r}, expected 1 to {LARGEST_FEATURE_DIM}")
 

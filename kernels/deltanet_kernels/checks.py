@@ -1,6 +1,7 @@
 """Argument checks of the public operators. A message names the argument, what it got and what it needs."""
 
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -8,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from deltanet_kernels.arguments import ConvCall, Erase, GatedNormCall, RMSNormCall, RuleCall, SiluProductCall
 from deltanet_kernels.common.registration import is_observed
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # cu_seqlens tensors already found valid, with their version, so that a model's layers read the values only once.
 _checked_cu_seqlens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -24,7 +25,7 @@ def require_tensor(name: str, x: object) -> torch.Tensor:
 
 
 def require_float(name: str, x: torch.Tensor) -> None:
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise TypeError(f"{name}: got dtype {x.dtype}, needs a floating-point dtype")
 
 
@@ -36,7 +37,7 @@ def require_device(name: str, x: torch.Tensor, like: str, device: torch.device) 
 def require_input(name: str, x: object, like: str, first: torch.Tensor) -> torch.Tensor:
     """Check that x is a tensor of floating-point numbers on the device of `first`, an argument named `like`."""
     tensor = require_tensor(name, x)
-    if tensor.dtype not in _FLOATS or tensor.device != first.device:
+    if tensor.dtype not in FLOATS or tensor.device != first.device:
         require_float(name, tensor)
         require_device(name, tensor, like, first.device)
     return tensor
@@ -48,6 +49,64 @@ def require_least(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name}: got {type(value).__name__}, needs int")
     if value < least:
         raise ValueError(f"{name}: got {value}, needs at least {least}")
+
+
+def check_tensors(
+    call: Any,
+    dims: Mapping[str, str],
+    sizes: Mapping[str, int] | None = None,
+    same: Sequence[str] = (),
+    dtypes: Mapping[str, tuple[torch.dtype, ...]] | None = None,
+) -> dict[str, int]:
+    """Check tensors of a call by their dimensions; the first is that on whose device the others have to be.
+
+    Args:
+        dims: argument -> names of its dimensions, such as "B 1 HQ D". "mask?" may be None.
+        sizes: of names that are known.
+        same: arguments that need the dtype of the first.
+        dtypes: argument -> dtypes that it may have; others are floating-point numbers.
+
+    Returns:
+        The sizes of all names; those that were not known are at least 1.
+
+    Raises:
+        ValueError: a shape or device that does not fit.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
+    """
+    found, first, origin = {"1": 1, **(sizes or {})}, "", None
+    for name, names in dims.items():
+        given, name = name, name.rstrip("?")
+        x = getattr(call, name)
+        if x is None and given != name:
+            continue
+        if origin is None:
+            first, origin = name, require_tensor(name, x)
+        allowed = (origin.dtype,) if name in same else dtypes[name] if dtypes and name in dtypes else FLOATS
+        if not isinstance(x, torch.Tensor) or x.dtype not in allowed or x.device != origin.device:
+            needed = "a floating-point dtype" if allowed is FLOATS else " or ".join(map(str, allowed))
+            if require_tensor(name, x).dtype not in allowed:
+                like = f" (the dtype of {first})" if name in same else ""
+                raise TypeError(f"{name}: got dtype {x.dtype}, needs {needed}{like}")
+            require_device(name, x, first, origin.device)
+        wanted, known = names.split(), len(found)
+        fits = x.dim() == len(wanted)
+        for size, one in zip(x.shape, wanted, strict=False):
+            if one not in found:
+                found[one] = size
+                fits = fits and size > 0
+            elif size != found[one]:
+                fits = False
+        if not fits:
+            before = dict(list(found.items())[:known])
+            shown = [", ".join(wanted), ", ".join(str(before.get(one, one)) for one in wanted)]
+            needed = " = ".join(f"[{one}]" for one in dict.fromkeys(shown))
+            raise ValueError(f"{name}: got shape {shape_text(x)}, needs {needed}, none of them 0")
+    return found
+
+
+def require_multiple(name: str, heads: int, other: str, of: int) -> None:
+    if heads % of:
+        raise ValueError(f"{name}: got {heads} heads, needs a multiple of the {of} heads of {other}")
 
 
 def require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
@@ -112,26 +171,21 @@ def _check_offsets(offsets: list[int], tokens: int) -> None:
         raise ValueError(f"cu_seqlens: got a last offset of {offsets[-1]}, needs at most T = {tokens}")
 
 
-def check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """Check the shapes of q [B, T, HQ, K], k [B, T, H, K] and v [B, T, HV, V]; B, T, K, HV and V, or ValueError."""
-    for name, x, meaning in (("q", q, "[B, T, HQ, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: got shape {shape_text(x)}, needs 4 dimensions {meaning}")
-    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
-    if T == 0:
-        raise ValueError(f"q: got shape {shape_text(q)} with T = 0, needs at least one token")
-    if 0 in (B, HQ, H, HV, K, V):
-        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if 0 in x.shape)
-        raise ValueError(f"{name}: got shape {shape_text(x)}, needs no empty dimension")
-    require_shape("k", k, (B, T, H, K), "[B, T, H, K] with B, T and K of q")
-    require_shape("v", v, (B, T, HV, V), "[B, T, HV, V] with B and T of q")
-    if HV % H:
-        raise ValueError(f"v: got {HV} heads, needs a multiple of the {H} heads of k")
-    if HQ % H:
-        raise ValueError(f"q: got {HQ} heads, needs a multiple of the {H} heads of k")
+def check_heads(sizes: Mapping[str, int]) -> None:
+    """Check the numbers of heads of q (HQ), k (H) and v (HV); raises ValueError."""
+    HQ, HV = sizes["HQ"], sizes["HV"]
+    require_multiple("v", HV, "k", sizes["H"])
+    require_multiple("q", HQ, "k", sizes["H"])
     if HQ % HV and HV % HQ:
         raise ValueError(f"q: got {HQ} heads, needs a multiple or a divisor of the {HV} heads of v")
-    return B, T, K, HV, V
+
+
+QKV = {"q": "B T HQ K", "k": "B T H K", "v": "B T HV V"}
+
+
+def state_rows(cu_seqlens: torch.Tensor | None) -> tuple[str, dict[str, int]]:
+    """The name of the number of states, and its size if it is not that of the rows (B) but of packed sequences."""
+    return ("B", {}) if cu_seqlens is None else ("N", {"N": require_tensor("cu_seqlens", cu_seqlens).numel() - 1})
 
 
 def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
@@ -150,52 +204,35 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
         ValueError: a shape, head count, device or offset that does not fit, or a log decay above 0.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, g, beta, initial_state, cu_seqlens = (*call[:5], call.initial_state, call.cu_seqlens)
-    doubled, v_first = call.allow_neg_eigval, call.state_v_first
-    plain = not (doubled or v_first)
-    device, dtype = require_tensor("q", q).device, q.dtype
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        require_input(name, x, "q", q)
-    B, T, K, HV, V = check_heads(q, k, v)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype:
-            plain = False
-            if not drop_in:
-                raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype} (the dtype of q)")
-    require_shape("g", g, (B, T, HV), "[B, T, HV] with HV of v")
+    q, state, cu_seqlens = require_tensor("q", call.q), call.initial_state, call.cu_seqlens
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows, sizes = state_rows(cu_seqlens)
+    dims = {**QKV, "g": "B T HV", "beta": "B T HV"}
+    dims["initial_state?"] = f"{rows} HV V K" if call.state_v_first else f"{rows} HV K V"
+    if call.use_gate_in_kernel:
+        dims |= {"A_log": "HV", "dt_bias?" if drop_in else "dt_bias": "HV"}
+    elif call.A_log is not None or call.dt_bias is not None:
+        name = "dt_bias" if call.A_log is None else "A_log"
+        raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
+    if drop_in:
+        sizes = check_tensors(call, dims, sizes)
+    else:
+        sizes = check_tensors(call, dims, sizes, ("k", "v"), {"initial_state": (wanted,)})
+    check_heads(sizes)
     if not call.use_gate_in_kernel:
-        require_log_decay("g", g)
-    require_shape("beta", beta, (B, T, HV), "[B, T, HV] with HV of v")
-    N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, device)
-    if initial_state is not None:
-        require_tensor("initial_state", initial_state)
-        wanted = torch.float64 if dtype == torch.float64 else torch.float32
-        if initial_state.dtype != wanted:
-            plain = False
-            if not drop_in:
-                raise TypeError(f"initial_state: got dtype {initial_state.dtype}, needs {wanted}")
-            require_float("initial_state", initial_state)
-        require_device("initial_state", initial_state, "q", device)
-        if v_first:
-            require_shape("initial_state", initial_state, (N, HV, V, K), "[N, HV, V, K] with state_v_first")
-        else:
-            require_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]")
-    if doubled and not call.use_beta_sigmoid_in_kernel:
+        require_log_decay("g", call.g)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"], q.device)
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: doubles a sigmoid, needs use_beta_sigmoid_in_kernel")
-    for name, gate in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
-        if call.use_gate_in_kernel:
-            if gate is None and name == "dt_bias" and drop_in:
-                plain = False
-                continue
-            if gate is None:
-                raise ValueError(f"{name}: got None, needs [HV] = [{HV}] when use_gate_in_kernel is set")
-            require_input(name, gate, "q", q)
-            require_shape(name, gate, (HV,), "[HV]")
-        elif gate is not None:
-            raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
     if call.erase not in get_args(Erase):
         raise ValueError(f"erase: got {call.erase!r}, needs one of {', '.join(map(repr, get_args(Erase)))}")
-    return plain
+    return (
+        q.dtype == call.k.dtype == call.v.dtype
+        and not (call.allow_neg_eigval or call.state_v_first)
+        and (state is None or state.dtype == wanted)
+        and not (call.use_gate_in_kernel and call.dt_bias is None)
+    )
 
 
 def check_rotation(
@@ -213,19 +250,6 @@ def check_rotation(
     if tuple(cos.shape) not in ((B, T, R), (1, T, R)) or R % 2 or not 0 < R <= channels:
         raise ValueError(f"cos: got shape {shape_text(cos)}, needs [{B} or 1, {T}, R] with an even R up to {channels}")
     require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
-
-
-def check_state_indices(
-    state_indices: torch.Tensor | None, B: int, device: torch.device, changed: torch.Tensor, name: str = "state_indices"
-) -> int:
-    """The rows that the changed tensors of a step need; raises ValueError or TypeError for indices that do not fit."""
-    if state_indices is None:
-        return B
-    require_shape(name, require_tensor(name, state_indices), (B,), "[B] with B of q")
-    require_device(name, state_indices, "q", device)
-    if state_indices.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {state_indices.dtype}, needs torch.int32")
-    return len(changed)
 
 
 def check_changed(name: str, x: torch.Tensor, state_indices: torch.Tensor | None) -> None:
@@ -251,23 +275,13 @@ def refuse_gradients(operator: str, instead: str, *tensors: torch.Tensor | None)
 
 def check_causal_conv1d(call: ConvCall) -> None:
     """Check the arguments of the short convolution; raises ValueError or TypeError."""
-    x, weight, bias, activation, initial_state, _, cu_seqlens = call
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)):
-        if tensor is None and name in ("bias", "initial_state"):
-            continue
-        require_input(name, tensor, "x", x)
-    if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x: got shape {shape_text(x)}, needs [B, T, D] with at least one token")
-    B, T, D = x.shape
-    if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] < 1:
-        raise ValueError(f"weight: got shape {shape_text(weight)}, needs [D, W] with D = {D} and W >= 1")
-    if bias is not None:
-        require_shape("bias", bias, (D,), "[D]")
-    if activation not in (None, "silu"):
-        raise ValueError(f"activation: got {activation!r}, needs None or 'silu'")
-    N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, x.device)
-    if initial_state is not None:
-        require_shape("initial_state", initial_state, (N, D, weight.shape[1] - 1), "[N, D, W-1]")
+    x, cu_seqlens = call.x, call.cu_seqlens
+    sizes = check_tensors(call, {"x": "B T D", "weight": "D W", "bias?": "D"})
+    if call.activation not in (None, "silu"):
+        raise ValueError(f"activation: got {call.activation!r}, needs None or 'silu'")
+    N = sizes["B"] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"], x.device)
+    if call.initial_state is not None:
+        check_tensors(call, {"x": "B T D", "initial_state": "N D W-1"}, {**sizes, "N": N, "W-1": sizes["W"] - 1})
 
 
 def check_gated_rms_norm(call: GatedNormCall) -> None:
@@ -290,15 +304,8 @@ def check_gated_rms_norm(call: GatedNormCall) -> None:
 
 def check_silu_product(call: SiluProductCall) -> None:
     """Check the arguments of the product of a feed-forward block; raises ValueError or TypeError."""
-    gate, up = call
-    for name, x in (("gate", gate), ("up", up)):
-        require_input(name, x, "gate", gate)
-    if gate.dim() != 3 or 0 in gate.shape:
-        raise ValueError(f"gate: got shape {shape_text(gate)}, needs [B, T, D] without empty dimensions")
-    require_shape("up", up, tuple(gate.shape), "the shape of gate")
-    if up.dtype != gate.dtype:
-        raise TypeError(f"up: got dtype {up.dtype}, needs {gate.dtype} (the dtype of gate)")
-    refuse_gradients("silu_product", "F.silu(gate) * up", gate, up)
+    check_tensors(call, {"gate": "B T D", "up": "B T D"}, same=("up",))
+    refuse_gradients("silu_product", "F.silu(gate) * up", *call)
 
 
 def check_rms_norm(call: RMSNormCall) -> None:

@@ -16,14 +16,8 @@ class Column(NamedTuple):
 
 def table(columns: Sequence[Column], rows: Iterable[Any]) -> str:
     """A table with one line per row."""
-    return lines(
-        [column.header for column in columns], ([column.cell(row, *column.of) for column in columns] for row in rows)
-    )
-
-
-def lines(head: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are there."""
-    return "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, cells)])
+    cells = ([column.cell(row, *column.of) for column in columns] for row in rows)
+    return "\n".join([_line([column.header for column in columns]), "|" + "---|" * len(columns), *map(_line, cells)])
 
 
 def _line(cells: Iterable[str]) -> str:

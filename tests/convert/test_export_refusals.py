@@ -33,24 +33,20 @@ def config(model_type: str, layers: tuple[int, ...] = ALL, wiring: dict[str, Any
     return converted_config(teacher, exportable_table(layers, wiring))
 
 
+SETTINGS: dict[str, Any] = {  # of a layer, as Qwen3.5's does not have them
+    **dict.fromkeys(("rope", "gate_bias", "k_offset", "allow_neg_eigval", "shared_kv"), True),
+    **{"qk_activation": "none", "v_activation": "none", "output_norm": "per_head", "state_dtype": "bfloat16"},
+    **{"conv_size": 0, "output_gate": False, "output_gate_rank": 2, "window": 64},
+}
 REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "hidden_act": (config("llama", hidden_act="gelu"), "hidden_act", FORMATS),
     "mlp_bias": (config("llama", mlp_bias=True), "mlp_bias", FORMATS),
     "attention_bias": (config("llama", attention_bias=True), "attention_bias", FORMATS),
-    "rope": (config("llama", wiring={"rope": True}), "rope of layers 0-3", FORMATS),
-    "q/k norms": (config("qwen3", wiring={"qk_norm": True}), "qk_norm of layers 0-3", FORMATS),
-    "no convolution": (config("llama", wiring={"conv_size": 0}), "conv_size of layers 0-3", FORMATS),
-    "no q/k SiLU": (config("llama", wiring={"qk_activation": "none"}), "qk_activation of layers 0-3", FORMATS),
-    "no v SiLU": (config("llama", wiring={"v_activation": "none"}), "v_activation of layers 0-3", FORMATS),
-    "norm per head": (config("llama", wiring={"output_norm": "per_head"}), "output_norm of layers 0-3", FORMATS),
-    "no gate": (config("llama", wiring={"output_gate": False}), "output_gate of layers 0-3", FORMATS),
-    "low-rank gate": (config("llama", wiring={"output_gate_rank": 2}), "output_gate_rank of layers 0-3", FORMATS),
-    "gate bias": (config("llama", wiring={"gate_bias": True}), "gate_bias of layers 0-3", FORMATS),
-    "centred keys": (config("llama", wiring={"k_offset": True}), "k_offset of layers 0-3", FORMATS),
-    "strength up to 2": (config("llama", wiring={"allow_neg_eigval": True}), "allow_neg_eigval of layers 0-3", FORMATS),
-    "bfloat16 state": (config("llama", wiring={"state_dtype": "bfloat16"}), "state_dtype of layers 0-3", FORMATS),
-    "shared projections": (config("llama", wiring={"shared_kv": True}), "shared_kv of layers 0-3", FORMATS),
-    "window": (config("llama", wiring={"window": 64}), "window of layers 0-3", FORMATS),
+    **{
+        name: (config("llama", wiring={name: value}), f"{name} of layers 0-3", FORMATS)
+        for name, value in SETTINGS.items()
+    },
+    "qk_norm": (config("qwen3", wiring={"qk_norm": True}), "qk_norm of layers 0-3", FORMATS),
     "several writes": (
         config("llama", wiring={"mixer": "deltaproduct", "profile": "faithful"}),
         "mixer of layers 0-3",

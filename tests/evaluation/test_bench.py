@@ -35,7 +35,6 @@ RANDOM = ("bench", "--random-weights", "135M", "--device", "cpu", "--dtype", "fl
 
 def test_the_benchmark_of_random_weights(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
-    monkeypatch.setattr(speed, "_DECODED", 2)
     options = ("--context", 16, "--context", 32, "--batch", 3, "--repeats", 1, "--out", tmp_path / "b")
     assert cli(*RANDOM, *options) == 0
     assert "(0." in cli.out
@@ -73,7 +72,6 @@ def test_a_teacher_as_transformers_runs_it_comes_without_the_fast_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is measured first and eagerly only, whatever the modes; then the same weights are served."""
-    monkeypatch.setattr(speed, "_DECODED", 2)
     monkeypatch.setitem(CAPTURES, "cpu", EmulatedCapture())
     tiny_teacher("llama").save_pretrained(tmp_path / "teacher")
     forms = [
@@ -194,8 +192,7 @@ def test_decoding_by_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert found[0] == found[1]
 
 
-def test_a_mode_that_cannot_be_had_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_DECODED", 2)
+def test_a_mode_that_cannot_be_had_leaves_the_others() -> None:
     lines: list[str] = []
     conditions = Conditions(contexts=[16], batches=[2], modes=["graph", "eager"], repeats=1)
     rows = measure([Subject("tiny", "all", lambda: tiny_student("llama"))], conditions, lines.append)
@@ -236,9 +233,8 @@ def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyP
     """Medians of the runs after the first, by prompts and steps in turn."""
     clock = iter(itertools.accumulate([0.0, 90.0, 0.0, 80.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 0.0, 5.0]))
     monkeypatch.setattr(speed, "_now", lambda cuda: next(clock))
-    monkeypatch.setattr(speed, "_DECODED", 4)
     model = tiny_teacher("llama")
-    point = speed.measure_speed(model, 10, batch=3, repeats=2)
+    point = speed.measure_speed(model, 10, batch=3, repeats=2, steps=4)
     assert (point.prefill_tokens_per_second, point.decode_tokens_per_second) == (10.0, 3.0)
     cache = DynamicCache(config=model.config)
     model(torch.zeros(3, 10, dtype=torch.long), past_key_values=cache, use_cache=True)

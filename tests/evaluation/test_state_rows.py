@@ -121,14 +121,6 @@ def test_arrays_that_cannot_be_measured_are_refused(small: None, teacher_folder:
             state_rows.main(tmp_path, tmp_path / "rows.json", str(teacher_folder), [str(teacher_folder)])
 
 
-def test_measures_survive_their_file() -> None:
-    measured = Measured(7, {"a": Clusters(np.array([1.5, 2.0]), np.array([3, 4]))})
-    back = Measured.from_dict(json.loads(json.dumps(measured.to_dict())))
-    assert back.bytes == 7
-    assert back.clusters["a"].mean == measured.clusters["a"].mean
-    assert back.clusters["a"].sizes.tolist() == [3, 4]
-
-
 @pytest.mark.parametrize("errors", [1.7, 2.4])
 def test_columns_are_marked_from_two_standard_errors_on(errors: float) -> None:
     """Differences that vary from item to item, and are `errors` of their standard errors on average."""

@@ -9,18 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.runtime.autotuner import Autotuner
 
 from measuring import rows as row_files
 from measuring.kernels import group, harness
-from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
-from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
+from measuring.kernels.harness import Benchmark, OverTime, check_and_time, relative_errors, time_limit
 from measuring.rows import Row
 from tests.kernels.triton_mode import DEVICE
 
@@ -158,49 +155,6 @@ def test_a_limit_ends_loops_and_backward_passes_and_nothing_afterwards() -> None
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert torch.autograd.is_multithreading_enabled()
-
-
-def test_candidates_are_compiled_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import _async_compile
-
-    calls: list[tuple[Any, ...]] = []
-    configs = [triton.Config({"BK": size}, num_warps=2) for size in (32, 64, 128)]
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        calls.append((args, kwargs["grid"], kwargs["warmup"], kwargs["BK"], kwargs["num_warps"]))
-        mode = _async_compile.active_mode.get()
-        submitted = mode.executor.submit(time.sleep, 0)
-        submitted._key = kwargs["BK"]
-        mode.raw_futures.append(submitted)
-        mode.future_kernels[kwargs["BK"]] = SimpleNamespace(future=submitted, result=lambda ignore: None)
-        if kwargs["BK"] == 64:
-            raise RuntimeError("no such kernel")
-
-    plain = lambda tuner, meta: tuner.configs  # noqa: E731
-    monkeypatch.setattr(Autotuner, "prune_configs", plain)
-    tuner: Any = SimpleNamespace(configs=configs, nargs={"x": 1, "n": 7}, fn=SimpleNamespace(run=run))
-    with compiled_ahead():
-        assert Autotuner.prune_configs(tuner, {"grid": (5,), "warmup": False}) == configs
-    times: dict[str, Any] = {}
-    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **given: times.update(given) or [1.0])
-    assert tuner.do_bench(lambda: None, quantiles=(0.5,)) == [1.0]
-    assert (times["rep"], times["quantiles"]) == (20, (0.5,))
-    assert calls == [((1, 7), (5,), True, 32, 2), ((1, 7), (5,), True, 64, 2)]
-    assert Autotuner.prune_configs is plain
-    assert _async_compile.active_mode.get() is None
-
-
-def test_a_limit_while_candidates_compile_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import _async_compile
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        tuning_without_end()
-
-    monkeypatch.setattr(Autotuner, "prune_configs", lambda tuner, meta: tuner.configs)
-    tuner: Any = SimpleNamespace(configs=[triton.Config({})], nargs={}, fn=SimpleNamespace(run=run))
-    with pytest.raises(OverTime), time_limit(0.05), compiled_ahead():
-        Autotuner.prune_configs(tuner, {"grid": (1,)})
-    assert _async_compile.active_mode.get() is None
 
 
 def square(x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:

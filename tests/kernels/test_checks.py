@@ -41,10 +41,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": [1.0]}, TypeError, "q: got list, needs a tensor"),
     ({"v": torch.ones(1, 6, 4, 5, dtype=torch.int64)}, TypeError, "v: got dtype torch.int64, needs a float"),
     ({"g": torch.empty(1, 6, 4, device="meta")}, ValueError, "g: got device meta, needs cpu"),
-    ({"q": torch.randn(6, 2, 8)}, ValueError, r"q: got shape \[6, 2, 8\], needs 4 dimensions"),
-    ({"k": torch.randn(1, 5, 2, 8)}, ValueError, r"k: got shape \[1, 5, 2, 8\], needs .* = \[1, 6, 2, 8\]"),
-    ({"k": torch.randn(1, 6, 2, 9)}, ValueError, r"k: got shape .* = \[1, 6, 2, 8\]"),
-    ({"v": torch.randn(2, 6, 4, 5)}, ValueError, r"v: got shape .* = \[1, 6, 4, 5\]"),
+    ({"q": torch.randn(6, 2, 8)}, ValueError, r"q: got shape \[6, 2, 8\], needs \[B, T, HQ, K\], none of them 0"),
+    ({"q": torch.randn(1, 0, 2, 8)}, ValueError, r"q: got shape \[1, 0, 2, 8\], needs \[B, T, HQ, K\], none of them 0"),
+    ({"v": torch.randn(1, 6, 4, 0)}, ValueError, r"v: got shape \[1, 6, 4, 0\], needs .* none of them 0"),
+    ({"k": torch.randn(1, 5, 2, 8)}, ValueError, r"k: got shape \[1, 5, 2, 8\], needs .* = \[1, 6, H, 8\]"),
+    ({"k": torch.randn(1, 6, 2, 9)}, ValueError, r"k: got shape .* = \[1, 6, H, 8\]"),
+    ({"v": torch.randn(2, 6, 4, 5)}, ValueError, r"v: got shape .* = \[1, 6, HV, V\]"),
     ({"k": torch.randn(1, 6, 3, 8), "q": torch.randn(1, 6, 3, 8)}, ValueError,
      "v: got 4 heads, needs a multiple of the 3 heads of k"),
     ({"q": torch.randn(1, 6, 3, 8)}, ValueError, "q: got 3 heads, needs a multiple of the 2 heads of k"),
@@ -58,7 +60,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "initial_state: got dtype torch.int64, needs a float"),
     ({"initial_state": torch.rand(1, 4, 8, 5), "cu_seqlens": offsets(0, 3, 6)}, ValueError,
      r"initial_state: .* = \[2, 4, 8, 5\]"),
-    ({"use_gate_in_kernel": True}, ValueError, "A_log: got None"),
+    ({"use_gate_in_kernel": True}, TypeError, "A_log: got NoneType, needs a tensor"),
     ({"A_log": torch.zeros(4)}, ValueError, "A_log: got a tensor, needs None"),
     ({"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(2)}, ValueError,
      r"dt_bias: got shape \[2\], needs \[HV\] = \[4\]"),
@@ -81,25 +83,13 @@ def test_delta_rule_names_what_is_wrong(form: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(("changes", "message"), [
     ({"k": torch.randn(1, 6, 2, 8).bfloat16()}, "k: got dtype torch.bfloat16, needs torch.float32"),
     ({"initial_state": torch.rand(1, 4, 8, 5).half()}, "initial_state: got dtype torch.float16, needs torch.float32"),
-    ({"use_gate_in_kernel": True, "A_log": torch.zeros(4)}, "dt_bias: got None, needs"),
+    ({"use_gate_in_kernel": True, "A_log": torch.zeros(4)}, "dt_bias: got NoneType, needs"),
     ({"g": torch.full((1, 6, 4), 0.5)}, "g: got a log decay of 0.5, needs at most 0"),
 ])  # fmt: skip
 def test_operators_that_convert_nothing_take_no_other_dtypes(changes: dict[str, Any], message: str) -> None:
     """Mesa, test-time training and Titans share the check of the gated delta rule."""
     with pytest.raises((TypeError, ValueError), match=message):
         check_delta_rule(RuleCall(**delta_rule_inputs() | changes))
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_no_token(form: Callable[..., Any]) -> None:
-    empty = {name: x[:, :0] for name, x in delta_rule_inputs().items()}
-    with pytest.raises(ValueError, match=r"q: got shape \[1, 0, 2, 8\] with T = 0, needs at least one token"):
-        form(**empty)
-
-
-def test_empty_dimension() -> None:
-    with pytest.raises(ValueError, match=r"v: got shape \[1, 6, 4, 0\], needs no empty dimension"):
-        chunk_gated_delta_rule(**(delta_rule_inputs() | {"v": torch.randn(1, 6, 4, 0)}))
 
 
 def test_packing_needs_one_row() -> None:
@@ -123,15 +113,12 @@ def test_offsets_changed_in_place_are_checked_again() -> None:
 
 WRONG_CONV: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": torch.randn(6, 4)}, ValueError, r"x: got shape \[6, 4\], needs \[B, T, D\]"),
-    ({"x": torch.randn(1, 0, 4)}, ValueError, r"x: got shape \[1, 0, 4\], .* at least one token"),
-    ({"weight": torch.randn(5, 4)}, ValueError, r"weight: got shape \[5, 4\], needs \[D, W\] with D = 4"),
+    ({"weight": torch.randn(5, 4)}, ValueError, r"weight: got shape \[5, 4\], needs \[D, W\] = \[4, W\]"),
     ({"weight": torch.randn(4, 1, 4)}, ValueError, r"weight: got shape \[4, 1, 4\]"),
     ({"bias": torch.randn(3)}, ValueError, r"bias: got shape \[3\], needs \[D\] = \[4\]"),
     ({"activation": "relu"}, ValueError, "activation: got 'relu', needs None or 'silu'"),
     ({"initial_state": torch.randn(1, 4, 4)}, ValueError, r"initial_state: .* = \[1, 4, 3\]"),
     ({"cu_seqlens": offsets(0, 9)}, ValueError, "cu_seqlens: got a last offset of 9"),
-    ({"x": torch.ones(1, 6, 4, dtype=torch.int32)}, TypeError, "x: got dtype torch.int32"),
-    ({"weight": torch.empty(4, 4, device="meta")}, ValueError, "weight: got device meta, needs cpu"),
 ]
 
 

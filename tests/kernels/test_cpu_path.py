@@ -21,9 +21,12 @@ from deltanet_kernels.gated_delta_rule.cpu_forward import (
 )
 from tests.kernels.cases import Case, assert_close, make_inputs, results
 
+every_erase = pytest.mark.parametrize("erase", ["decayed", "undecayed", "off"])
 
-def test_autocast_does_not_lower_the_precision() -> None:
-    inputs = make_inputs(Case("autocast", T=70, B=2, H=2))
+
+@every_erase
+def test_autocast_does_not_lower_the_precision(erase: str) -> None:
+    inputs = make_inputs(Case("autocast", T=70, B=2, H=2, erase=erase))
     plain = results(chunk_gated_delta_rule, inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = results(chunk_gated_delta_rule, inputs)
@@ -38,13 +41,14 @@ def test_autocast_does_not_lower_the_precision() -> None:
     assert torch.equal(state, again_state)
 
 
-def test_compiles_without_graph_break() -> None:
-    inputs = make_inputs(Case("compiled", T=70, H=2, raw=True))
+@every_erase
+def test_compiles_without_graph_break(erase: str) -> None:
+    inputs = make_inputs(Case("compiled", T=70, H=2, raw=True, erase=erase))
     compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
     assert_close(results(compiled, inputs), results(chunk_gated_delta_rule, inputs), 1e-6)
 
 
-@pytest.mark.parametrize("erase", ["decayed", "undecayed", "off"])
+@every_erase
 def test_registered_operators_are_consistent(erase: str) -> None:
     """Shapes of the fake implementation, and the gradient's registration, against the real thing."""
     inputs = make_inputs(Case("registered", T=66, H=1, HQ=2, HV=2, K=3, V=4), torch.float64)
@@ -52,7 +56,7 @@ def test_registered_operators_are_consistent(erase: str) -> None:
     torch.library.opcheck(torch_chunk_forward.op, CpuForward(*tensors, 0.5, True, erase, True))
 
 
-@pytest.mark.parametrize("erase", ["decayed", "undecayed", "off"])
+@every_erase
 def test_where_only_gates_learn_their_gradients_are_the_same(erase: str) -> None:
     inputs = make_inputs(Case("gates", T=150, B=2, H=2, HQ=4, HV=2)) | {"erase": erase}
     gates = [inputs["g"], inputs["beta"]]

@@ -232,15 +232,11 @@ GOOD: dict[str, Any] = {
     "q": torch.zeros(2, 4, 1, 16), "k": X, "v": X, "mask": torch.ones(2, 1, 1, 5, dtype=torch.bool),
 }  # fmt: skip
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"q": torch.zeros(2, 4, 2, 16)}, ValueError, r"q: got shape \[2, 4, 2, 16\] with 2 tokens, needs one token"),
+    ({"q": torch.zeros(2, 4, 2, 16)}, ValueError, r"q: got shape \[2, 4, 2, 16\], needs \[B, HQ, 1, D\]"),
     ({"q": torch.zeros(2, 3, 1, 16)}, ValueError, "q: got 3 heads, needs a multiple of the 2 heads of k"),
-    ({"q": torch.zeros(2, 4, 16)}, ValueError, r"q: got shape \[2, 4, 16\], needs \[B, HQ, 1, D\]"),
-    ({"k": X[:, :, :0]}, ValueError, "k: got shape .* without empty dimensions"),
-    ({"k": X[:1]}, ValueError, r"k: got shape \[1, 2, 5, 16\], needs \[B, HK, S, D\] with B and D of q"),
-    ({"v": X[..., :8]}, ValueError, r"v: got shape \[2, 2, 5, 8\], needs the shape of k"),
+    ({"k": X[:1]}, ValueError, r"k: got shape \[1, 2, 5, 16\], needs \[B, HK, S, D\] = \[2, HK, S, 16\]"),
+    ({"v": X[..., :8]}, ValueError, r"v: got shape \[2, 2, 5, 8\], needs .* = \[2, 2, 5, 16\]"),
     ({"v": X.half()}, TypeError, "v: got dtype torch.float16, needs torch.float32"),
-    ({"k": None}, TypeError, "k: got NoneType, needs a tensor"),
-    ({"mask": None}, TypeError, "mask: got NoneType, needs a tensor"),
     ({"mask": torch.zeros(2, 1, 1, 5)}, TypeError, r"mask: got dtype torch.float32, needs torch.bool"),
     ({"mask": torch.ones(2, 1, 1, 4, dtype=torch.bool)}, ValueError, r"mask: got shape \[2, 1, 1, 4\]"),
     ({"mask": torch.ones(2, 4, 1, 5, dtype=torch.bool)}, ValueError, r"needs \[B, 1, 1, S\] = \[2, 1, 1, 5\]"),

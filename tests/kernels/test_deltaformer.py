@@ -88,7 +88,6 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"v": torch.randn(2, 12, 2, 7)}, ValueError, "v: got shape"),
         ({"beta": torch.randn(2, 13)}, ValueError, "beta: got shape"),
         ({"past_k": torch.randn(2, 3, 2, 6)}, ValueError, "past_k, past_u: got one of the two"),
-        ({"k": torch.randn(2, 0, 2, 6)}, ValueError, "k: got shape"),
         ({"mask": torch.ones(2, 13, 12, dtype=torch.bool)}, ValueError, "mask: got shape"),
         ({"mask": torch.zeros(2, 13, 13)}, TypeError, "mask: got dtype"),
     ]

@@ -236,7 +236,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dt_bias": torch.zeros(2)}, ValueError, "dt_bias: got a tensor, needs None unless use_gate_in_kernel"),
     ({"state_v_first": True, "transpose_state_layout": False}, ValueError, "transpose_state_layout: is the old name"),
     ({"state_v_first": True, "initial_state": torch.zeros(1, 2, 4, 5)}, ValueError,
-     r"initial_state: got shape \[1, 2, 4, 5\], needs \[N, HV, V, K\] with state_v_first = \[1, 2, 4, 4\]"),
+     r"initial_state: got shape \[1, 2, 4, 5\], needs \[B, HV, V, K\] = \[1, 2, 4, 4\]"),
     ({"initial_state": torch.zeros(1, 2, 4, 4, dtype=torch.int32)}, TypeError, "initial_state: got dtype torch.int32"),
     ({"cu_seqlens": True}, TypeError, "cu_seqlens: got bool, needs a tensor"),
 ]  # fmt: skip

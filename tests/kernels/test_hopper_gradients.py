@@ -1,4 +1,4 @@
-"""The Gluon kernel of the gradients within a chunk: which calls it serves, and its results on a Hopper GPU.
+"""The Gluon kernel of the gradients within a chunk: its results on a Hopper GPU. What it serves: test_hopper_solve.py.
 
 On other machines it is only compiled for Hopper.
 """
@@ -14,7 +14,7 @@ import triton
 
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import launch_plan
-from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, kernels
+from deltanet_kernels.gated_delta_rule.chips import kernels
 from deltanet_kernels.gated_delta_rule.hopper import launches
 from tests.kernels.cases import Case, assert_integers_exact, make_inputs, plainly_in, relative_error, results, truth
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
@@ -43,57 +43,6 @@ def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then() -> None:
         assert "wgmma.mma_async" in one.ptx
         assert "cp.async.cg.shared.global" in one.ptx
         assert one.shared <= 113 * 1024
-
-
-def _inputs(heads: tuple[int, int, int], K: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.zeros(1, 64, n, K, dtype=dtype) for n in (*heads, max(heads))]
-
-
-SERVED: list[tuple[tuple[int, int, int], int, torch.dtype, tuple[int, int], bool]] = [
-    ((2, 2, 2), 128, torch.bfloat16, (9, 0), True),
-    ((2, 2, 6), 128, torch.bfloat16, (9, 0), True),
-    ((4, 2, 2), 128, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 64, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 100, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 256, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 128, torch.float16, (9, 0), False),
-    ((2, 2, 2), 128, torch.float32, (9, 0), False),
-    ((2, 2, 2), 128, torch.bfloat16, (8, 0), False),
-    ((2, 2, 2), 128, torch.bfloat16, (10, 0), False),
-    ((2, 2, 2), 128, torch.bfloat16, (0, 0), False),
-]
-
-
-def test_serves_heads_of_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "gradients_kernel", lambda: "a kernel")
-    for row in SERVED:
-        heads, K, dtype, capability, wanted = row
-        q, k, v, do = _inputs(heads, K, dtype)
-        monkeypatch.setattr(launch_plan, "capability", lambda device, capability=capability: capability)
-        plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
-        assert (plan.serving(GRADIENTS, q, k, do) is HOPPER_GRADIENTS) is wanted, row
-        for change in ({"full": False}, {"precision": "ieee"}, {"default": False}):
-            assert plan._replace(**change).serving(GRADIENTS, q, k, do) is not HOPPER_GRADIENTS, (row, change)
-
-
-def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "gradients_kernel", lambda: "a kernel")
-    q, k, v, do = _inputs((2, 2, 2), 128, torch.bfloat16)
-    monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
-    plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
-
-    def served(*copied: torch.Tensor) -> bool:
-        return plan.serving(GRADIENTS, *copied) is HOPPER_GRADIENTS
-
-    wide = torch.zeros(1, 64, 2, 132, dtype=torch.bfloat16)
-    shifted = torch.zeros(q.numel() + 8, dtype=torch.bfloat16)
-    for odd in (wide[..., :128], shifted[4:-4].view(q.shape)):
-        assert not served(odd, k, do)
-        assert not served(q, odd, do)
-        assert not served(q, k, odd)
-    packed = torch.zeros(1, 64, 6, 128, dtype=torch.bfloat16)
-    assert served(packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:])
-    assert served(q, k, do[:, :1].expand(-1, 64, -1, -1))
 
 
 def test_other_tritons_keep_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

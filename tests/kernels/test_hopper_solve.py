@@ -1,4 +1,4 @@
-"""The Gluon kernel of scores and inverse: which calls it serves, and its results on a Hopper GPU.
+"""The Gluon kernel of scores and inverse, and its results on a Hopper GPU; which calls it and that of gradients serve.
 
 On other machines it is only compiled for Hopper.
 """
@@ -14,7 +14,7 @@ import torch
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.common.sequences import cut_chunks
 from deltanet_kernels.gated_delta_rule import launch_plan
-from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
+from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, HOPPER_SOLVE, SCORES
 from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
@@ -53,33 +53,39 @@ def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then() -> None:
         assert programs == (4 if constants["H"] == constants["HV"] else 3), constants
 
 
-SERVED: list[tuple[tuple[int, int, int], int, int, torch.dtype, tuple[int, int], bool]] = [
-    ((2, 2, 2), 128, 128, torch.bfloat16, (9, 0), True),
-    ((2, 2, 8), 128, 64, torch.bfloat16, (9, 0), True),
-    ((2, 2, 2), 64, 64, torch.bfloat16, (9, 0), True),
-    ((2, 2, 2), 64, 256, torch.bfloat16, (9, 0), True),
-    ((4, 2, 2), 128, 128, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 32, 64, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 100, 128, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 256, 128, torch.bfloat16, (9, 0), False),
-    ((2, 2, 2), 128, 128, torch.float16, (9, 0), False),
-    ((2, 2, 2), 64, 64, torch.float32, (9, 0), False),
-    ((2, 2, 2), 128, 128, torch.bfloat16, (8, 0), False),
-    ((2, 2, 2), 128, 128, torch.bfloat16, (10, 0), False),
+SERVED: list[tuple[tuple[int, int, int], int, int, torch.dtype, tuple[int, int], bool, bool]] = [
+    ((2, 2, 2), 128, 128, torch.bfloat16, (9, 0), True, True),
+    ((2, 2, 6), 128, 128, torch.bfloat16, (9, 0), True, True),
+    ((2, 2, 8), 128, 64, torch.bfloat16, (9, 0), True, False),
+    ((2, 2, 2), 64, 64, torch.bfloat16, (9, 0), True, False),
+    ((2, 2, 2), 64, 256, torch.bfloat16, (9, 0), True, False),
+    ((4, 2, 2), 128, 128, torch.bfloat16, (9, 0), False, False),
+    ((2, 2, 2), 32, 64, torch.bfloat16, (9, 0), False, False),
+    ((2, 2, 2), 100, 128, torch.bfloat16, (9, 0), False, False),
+    ((2, 2, 2), 256, 128, torch.bfloat16, (9, 0), False, False),
+    ((2, 2, 2), 128, 128, torch.float16, (9, 0), False, False),
+    ((2, 2, 2), 64, 64, torch.float32, (9, 0), False, False),
+    ((2, 2, 2), 128, 128, torch.bfloat16, (8, 0), False, False),
+    ((2, 2, 2), 128, 128, torch.bfloat16, (10, 0), False, False),
+    ((2, 2, 2), 128, 128, torch.bfloat16, (0, 0), False, False),
 ]
 
 
-def test_serves_keys_of_64_and_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "solve_kernel", lambda: "a kernel")
+def test_both_kernels_serve_some_heads_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of 64 and 128; the gradients, heads of 128 alone."""
+    for name in ("solve_kernel", "gradients_kernel"):
+        monkeypatch.setattr(launches, name, lambda: "a kernel")
     for row in SERVED:
-        heads, K, V, dtype, capability, wanted = row
+        heads, K, V, dtype, capability, *wanted = row
         q, k = (torch.zeros(1, 64, n, K, dtype=dtype) for n in heads[:2])
-        v = torch.zeros(1, 64, heads[2], V, dtype=dtype)
+        v, do = (torch.zeros(1, 64, n, V, dtype=dtype) for n in (heads[2], max(heads)))
         monkeypatch.setattr(launch_plan, "capability", lambda device, capability=capability: capability)
         plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
-        assert (plan.serving(SCORES, q, k) is HOPPER_SOLVE) is wanted, row
-        for change in ({"full": False}, {"precision": "ieee"}, {"default": False}):
-            assert plan._replace(**change).serving(SCORES, q, k) is not HOPPER_SOLVE, (row, change)
+        stages = (SCORES, HOPPER_SOLVE, (q, k)), (GRADIENTS, HOPPER_GRADIENTS, (q, k, do))
+        for (stage, kernel, copied), served in zip(stages, wanted, strict=True):
+            assert (plan.serving(stage, *copied) is kernel) is served, row
+            for change in ({"full": False}, {"precision": "ieee"}, {"default": False}):
+                assert plan._replace(**change).serving(stage, *copied) is not kernel, (row, change)
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

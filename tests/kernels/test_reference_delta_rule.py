@@ -217,13 +217,3 @@ def test_no_erasing_in_float16_with_strengths_up_to_2() -> None:
     found = results(chunk_gated_delta_rule, inputs)
     assert all(x.isfinite().all() for x in found.values())
     assert_close(found, truth(inputs), 2 * torch.finfo(torch.float16).eps)
-
-
-def test_erase_term_compiled_and_under_autocast() -> None:
-    inputs = make_inputs(Case("compiled", T=40, H=1, HV=2, K=4, V=6, raw=True, erase="undecayed"))
-    wanted = results(chunk_gated_delta_rule, inputs)
-    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
-    assert_close(results(compiled, inputs), wanted, 1e-6)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        again = results(chunk_gated_delta_rule, inputs)
-    assert all(torch.equal(again[name], x) for name, x in wanted.items())

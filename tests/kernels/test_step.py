@@ -360,7 +360,6 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("cos", lambda x: x[..., 1:], "cos: got shape"),
     ("sin", lambda x: None, "sin: needs a tensor"),
     ("k_offset", lambda x: x[:1], r"k_offset: got shape \[1, 16\], needs \[H, K\]"),
-    ("k_offset", lambda x: x.int(), "k_offset: got dtype"),
     ("dt_bias", lambda x: None, "dt_bias: needs a tensor with A_log"),
     ("A_log", lambda x: x[:1], r"A_log: got shape \[1\]"),
     ("state_indices", lambda x: torch.zeros(2, device=DEVICE), "state_indices: got dtype"),

@@ -178,15 +178,10 @@ def test_compile_without_a_graph_break() -> None:
 
 
 WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("q", lambda x: x[0], r"q: got shape .*needs \[B, T, HQ, D\]"),
-    ("q", lambda x: x[:, :0], r"q: got shape .*without empty dimensions"),
     ("q", lambda x: x[:, :, :3], "q: got 3 heads, needs a multiple of the 2 heads of k"),
-    ("q", lambda x: x.long(), "q: got dtype torch.int64"),
-    ("q", lambda x: "q", "q: got str, needs a tensor"),
     ("k", lambda x: x.half(), "k: got dtype torch.float16, needs torch.float32"),
-    ("k", lambda x: x[:, 1:], r"k: got shape .*\[B, T, HK, D\] with B, T and D of q = \[1, 90, 2, 16\]"),
-    ("v", lambda x: x[..., 1:], "v: got shape .*the shape of k"),
-    ("v", lambda x: x.to("meta"), "v: got device meta"),
+    ("k", lambda x: x[:, 1:], r"k: got shape .*\[B, T, HK, D\] = \[1, 90, HK, 16\]"),
+    ("v", lambda x: x[..., 1:], r"v: got shape .* = \[1, 90, 2, 16\]"),
     ("window", lambda x: 0, "window: got 0, needs at least 1"),
     ("window", lambda x: 2.0, "window: got float, needs int"),
     ("sinks", lambda x: -1, "sinks: got -1, needs at least 0"),

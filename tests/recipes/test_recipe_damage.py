@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_recipes.training.checksums import Damaged, SummedFile, check_sums, load_tensors, save_tensors, write_sums
+from deltanet_recipes.training.checksums import Damaged, check_sums, load_tensors, save_tensors, write_sums
 from deltanet_recipes.training.logbook import LOG, Logbook, read_log
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.trainer import Trainer
@@ -110,9 +110,8 @@ def test_a_damaged_mixer_is_trained_again(workplace: Path, tmp_path: Path, expec
 def test_every_changed_bit_is_noticed(tmp_path: Path) -> None:
     """200 single bits each: files with sums beside them, and safetensors files with a sum inside."""
     pick, values = random.Random(0), {"w": torch.randn(20, 3), "b": torch.zeros(4), "n": torch.tensor(3)}
-    with SummedFile(tmp_path / "weights.pt") as file:
-        torch.save(values, file)
-    write_sums(tmp_path, file)
+    torch.save(values, tmp_path / "weights.pt")
+    write_sums(tmp_path, ("weights.pt",))
     save_tensors(tmp_path / "w.safetensors", values, {"step": 1})
     loaded, note = load_tensors(tmp_path / "w.safetensors")
     assert all(torch.equal(loaded[name], value) for name, value in values.items())

@@ -1,33 +1,24 @@
-"""The generated tables of the documents are current; the measurement gives known figures for a known model."""
+"""The generated tables of the documents are current, and the figures in sentences are those of a row."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import yaml
-from torch import nn
-from transformers import PreTrainedConfig
 
 import gpu_tests
 from comparison_tables import KL, SHARES
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.measure import Settings, Text, measure, repeated
-from deltanet_hf.evaluation.tasks.text_windows import windows
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from measuring.study.items import load_items
-from mixers_table import mixers
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -95,10 +86,6 @@ def test_a_table_without_results_is_empty(tmp_path: Path) -> None:
     assert rewritten(text, tmp_path) == text
 
 
-def test_runs_that_failed_are_listed() -> None:
-    assert mixers([{"run": "mesa-all-s0", "error": "it diverged"}]) == "failed: mesa-all-s0 (it diverged)"
-
-
 def test_changes_are_those_from_the_base(tmp_path: Path) -> None:
     rows = [
         {"run": "a", "kl_1k": 0.05, "needles_2k": 33.0},
@@ -136,36 +123,3 @@ def test_the_record_of_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (cells[0], cells[6:]) == ("| abc1234", ["2", "1", "1", "0 |"])
     with pytest.raises(UserError, match="ended without results"):
         gpu_tests.counted(["--no-such-option"])
-
-
-class Counting(nn.Module):
-    """Predicts token t + 1 after token t with probability `sure`, the rest spread evenly."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, sure: float, vocabulary: int = 50) -> None:
-        super().__init__()
-        self.sure, self.vocabulary, self.config = sure, vocabulary, PreTrainedConfig(vocab_size=vocabulary)
-
-    def forward(self, ids: torch.Tensor, use_cache: bool, logits_to_keep: int | torch.Tensor) -> object:
-        probs = torch.full((*ids.shape, self.vocabulary), (1 - self.sure) / (self.vocabulary - 1))
-        probs.scatter_(-1, ((ids + 1) % self.vocabulary).unsqueeze(-1), self.sure)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return SimpleNamespace(logits=probs.log()[:, kept])
-
-
-def test_measures_of_a_model_that_is_known() -> None:
-    doubtful: Any = Counting(0.5)
-    counting = np.arange(5000) % 50
-    texts = {"wt2": Text(windows(counting, 1024, 3), compared=False), "repeat": repeated(windows(counting, 256, 3))}
-    texts["heldwiki"] = Text(windows(counting, 1024, 3))
-    found = measure(doubtful, Settings(texts, Counting(0.9))).clusters
-    assert found["loss_wt2"].perplexity.value == pytest.approx(2.0, rel=1e-5)
-    assert found["loss_wt2"].perplexity.stderr == pytest.approx(0.0, abs=1e-5)
-    kl = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
-    assert found["kl_heldwiki"].score.value == pytest.approx(kl, rel=1e-4)
-    assert "kl_wt2" not in found
-    # The first token of the second copy is scored too, and it is not the last token of the first copy plus one.
-    odd = math.log((1 - 0.5) / 49)
-    expected = math.exp(-(255 * math.log(0.5) + odd) / 256)
-    assert found["loss_repeat"].perplexity.value == pytest.approx(expected, rel=1e-4)

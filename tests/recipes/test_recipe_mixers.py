@@ -109,22 +109,6 @@ def test_an_interrupted_run_continues_with_the_same_losses(workplace: Path, tmp_
     assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
 
 
-def test_further_writes_are_trained_by_both_stages(tmp_path: Path) -> None:
-    folder = make_workplace(tmp_path / "models", mixer="deltaproduct", num_householder=2)
-    muon = {"name": "muon", "mixer_lr": 6.0e-3, "rest_lr": 2.0e-3}
-    stages = [{**ALIGN, "tokens": 128 * 10}, {**DISTIL, "tokens": 128 * 20, "train": "full", "optimizer": muon}]
-    final = train(folder, tmp_path / "run", stages, checkpoint_every=100, isolate_documents=False)
-    rows = read_log(tmp_path / "run")
-    aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]
-    distilled = [row["held_out.kl"] for row in rows if "held_out.kl" in row]
-    assert aligned[-1] < aligned[0]
-    assert distilled[-1] < 0.97 * distilled[0]
-    before, after = (load_file(path / "model.safetensors") for path in (folder / "student", final))
-    new = [name for name in before if ".householder." in name]
-    assert len(new) == 3 * 4  # k_proj, v_proj, b_proj with its bias
-    assert not [name for name in new if torch.equal(before[name], after[name])]
-
-
 def test_muon_takes_the_matrices_of_further_writes(tmp_path: Path) -> None:
     folder = make_workplace(tmp_path, mixer="deltaproduct", num_householder=2)
     student = load_student(str(folder / "student"))

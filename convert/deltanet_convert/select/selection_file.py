@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from deltanet_hf.errors import UserError
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # the help of a command imports no transformers
 FORMAT = "deltanet-hf selection 1"
 PLANNED = "deltanet-hf selection 3"  # with the key `planned_windows`
 MAX_BYTES = 20_000_000
+REMEDY = "give the file that deltanet-hf select wrote"
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ def read_selection(path: str | Path) -> Selection:
     path = Path(path)
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: too large for a selection; give the file that deltanet-hf select wrote")
+            raise UserError(f"{path}: too large for a selection; {REMEDY}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give the file that deltanet-hf select wrote") from error
+        raise UserError(f"{path}: cannot be read ({error}); {REMEDY}") from error
     return parse_selection(value, str(path))
 
 
@@ -137,63 +140,36 @@ def parse_selection(value: Any, where: str) -> Selection:
     if not isinstance(value, dict) or value.get("format") not in (FORMAT, PLANNED):
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         raise UserError(f"{where}: key 'format' is {found!r}, expected '{FORMAT}'; run deltanet-hf select again")
-    lists = ("kept", "order", "local", "planned_windows")
-    types: dict[str, type] = {**dict.fromkeys(lists, list), "scores": dict, "settings": dict}
-    numbers = ("num_hidden_layers", "num_key_value_heads", "seed")
-    types |= {
-        field.name: int if field.name in numbers else str for field in fields(Selection) if field.name not in types
-    }
+    given = {"scores": {}, "settings": {}, "local": (), **value}
     if value["format"] == FORMAT:
-        del types["planned_windows"]
-    found = {"scores": {}, "settings": {}, "local": [], **value}
-    for key, kind in types.items():
-        if type(found.get(key)) is not kind:
-            raise UserError(f"{where}: key '{key}' is {found.get(key)!r:.60}, expected a JSON {_json_name(kind)}")
-    kind = found["settings"].get("kind", {"mixer": ""})
-    if not isinstance(kind, dict) or not isinstance(kind.get("mixer"), str):
-        raise UserError(f"{where}: key 'settings.kind' is {kind!r:.60}, expected the settings of a mixer")
-    if found["unit"] not in UNITS:
-        raise UserError(f"{where}: key 'unit' is {found['unit']!r:.60}, expected one of {', '.join(UNITS)}")
-    for key in ("num_hidden_layers", "num_key_value_heads"):
-        if found[key] < 1:
-            raise UserError(f"{where}: key '{key}' is {found[key]}, expected at least 1")
-    windows = found["planned_windows"] if "planned_windows" in types else None
-    if windows is not None and (
-        len(windows) != found["num_hidden_layers"] or any(type(window) is not int or window < 1 for window in windows)
-    ):
-        raise UserError(f"{where}: key 'planned_windows' is {windows!r:.60}, expected tokens by layer")
-    kept, order = (_units(found, key, where) for key in ("kept", "order"))
-    local = [unit[0] for unit in _units({**found, "unit": "layer"}, "local", where)]
-    if both := {unit[0] for unit in kept} & {*local}:
-        raise UserError(
-            f"{where}: keys 'kept' and 'local' both list layers {sorted(both)}; run deltanet-hf select again"
-        )
-    if not kept and windows is None:
-        raise UserError(f"{where}: key 'kept' lists nothing; say --keep none to convert every layer")
-    if sorted(order) != sorted(kept):
-        raise UserError(f"{where}: keys 'order' and 'kept' list different units; run deltanet-hf select again")
-    units = {"kept": tuple(sorted(kept)), "order": tuple(order), "local": tuple(sorted(local))}
-    planned = {"planned_windows": None if windows is None else tuple(windows)}
-    values = {key: found[key] for key in types} | units | planned
-    return Selection(**values)
+        given["planned_windows"] = None
+    try:
+        if given["unit"] == "layer":
+            given |= {key: [(layer,) for layer in given[key]] for key in ("kept", "order")}
+        found = TypeAdapter(Selection).validate_python(given)
+        _check(found, planned=value["format"] == PLANNED)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{where}: key '{first['loc'][0]}': {first['msg']}; {REMEDY}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: a key is missing or wrong ({error}); {REMEDY}") from error
+    return replace(found, kept=tuple(sorted(found.kept)), local=tuple(sorted(found.local)))
 
 
-def _units(value: dict[str, Any], key: str, where: str) -> list[Unit]:
-    """The units under `key`, each of which exists and is listed once."""
-    sizes = (value["num_hidden_layers"], value["num_key_value_heads"])[: 1 if value["unit"] == "layer" else 2]
-    example = "a layer index" if len(sizes) == 1 else "[layer, key/value head]"
-    units: list[Unit] = []
-    for item in value[key]:
-        parts = [item] if len(sizes) == 1 else item
-        if not isinstance(parts, list) or len(parts) != len(sizes) or any(type(part) is not int for part in parts):
-            raise UserError(f"{where}: key '{key}' holds {item!r:.60}, expected {example}")
-        if any(not 0 <= part < size for part, size in zip(parts, sizes, strict=True)):
-            raise UserError(f"{where}: key '{key}' holds {item!r}, which the model does not have")
-        units.append(tuple(parts))
-    if len(set(units)) != len(units):
-        raise UserError(f"{where}: key '{key}' lists a unit twice; list each once")
-    return units
-
-
-def _json_name(kind: type) -> str:
-    return {list: "list", dict: "object", int: "whole number", str: "string"}[kind]
+def _check(found: Selection, planned: bool) -> None:
+    """Raises ValueError for a selection that no model has."""
+    layers, windows = found.num_hidden_layers, found.planned_windows
+    sizes = (layers, found.num_key_value_heads)[: 1 + UNITS.index(found.unit)]
+    for unit, limits in (*[(unit, sizes) for unit in found.kept], *[((layer,), (layers,)) for layer in found.local]):
+        if len(unit) != len(limits) or any(not 0 <= part < size for part, size in zip(unit, limits, strict=True)):
+            raise ValueError(f"'kept' or 'local' holds {unit}, which the model does not have")
+    if len({*found.kept}) != len(found.kept) or sorted(found.order) != sorted(found.kept):
+        raise ValueError("'kept' and 'order' do not list the same units once each")
+    if {unit[0] for unit in found.kept} & {*found.local}:
+        raise ValueError("'kept' and 'local' list the same layer")
+    if not found.kept and not planned:
+        raise ValueError("'kept' lists nothing; say --keep none to convert every layer")
+    if planned and (windows is None or len(windows) != layers or min(windows) < 1):
+        raise ValueError("'planned_windows' are not tokens by layer")
+    if not isinstance(found.settings.get("kind", {"mixer": ""})["mixer"], str):
+        raise ValueError("'settings.kind' are not the settings of a mixer")

@@ -9,17 +9,16 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
 
-from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, Step, read
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, read
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 
-_DECODED = 16  # steps
+DECODED = 16  # steps
 
 
 @dataclass(frozen=True)
 class SpeedPoint:
-    """A batch of prompts of `length` tokens, followed by 16 steps of one token per prompt.
+    """A batch of prompts of `length` tokens, followed by steps of one token per prompt.
 
     Attributes:
         prefill_tokens_per_second, decode_tokens_per_second: of all prompts together.
@@ -40,10 +39,10 @@ class SpeedPoint:
 
 @torch.inference_mode()
 def measure_speed(
-    model: PreTrainedModel, length: int, batch: int = 1, repeats: int = 1, mode: Mode = EAGER, seed: int = 1234
+    model: PreTrainedModel, length: int, batch: int = 1, repeats: int = 1, mode: Mode = EAGER, steps: int = DECODED
 ) -> SpeedPoint:
     """Time prompts of random tokens and the steps after them: medians over `repeats` runs after one that compiles."""
-    ids = random_tokens(model, batch, length, seed)
+    ids = random_tokens(model, batch, length, seed=1234)
     cuda = model.device.type == "cuda"
     prefills, decodings = [], []
     cache = None
@@ -53,17 +52,20 @@ def measure_speed(
             torch.cuda.reset_peak_memory_stats(model.device)
             before = torch.cuda.memory_allocated(model.device)
         cache = DynamicCache(config=model.config)
-        seconds, token = timed_prompt(mode, model, ids, cache)
-        prefills.append(seconds)
+        began = _now(cuda)
+        token = mode.prompt(model, ids, cache)
+        prefills.append(_now(cuda) - began)
         held = cache_bytes(cache)
         step = mode.step(model, cache)
-        seconds, _ = timed_steps(step, token, _DECODED)
-        decodings.append(seconds)
+        began = _now(cuda)
+        for _ in range(steps):
+            token = step(token)
+        decodings.append(_now(cuda) - began)
         del step
     return SpeedPoint(
         length=length,
         prefill_tokens_per_second=batch * length / statistics.median(prefills[1:]),
-        decode_tokens_per_second=batch * _DECODED / statistics.median(decodings[1:]),
+        decode_tokens_per_second=batch * steps / statistics.median(decodings[1:]),
         cache_bytes=held,
         peak_bytes=torch.cuda.max_memory_allocated(model.device) - before if cuda else None,
     )
@@ -75,23 +77,6 @@ def sequence_bytes(model: PreTrainedModel, tokens: int) -> int:
     cache = DynamicCache(config=model.config)
     read(model, random_tokens(model, 1, tokens, seed=1234), cache)
     return cache_bytes(cache)
-
-
-def timed_prompt(mode: Mode, model: PreTrainedModel, ids: Tensor, cache: Cache) -> tuple[float, Tensor]:
-    """Read prompts [B, T] into an empty cache: the seconds that it takes, and the likeliest next tokens [B, 1]."""
-    cuda = ids.device.type == "cuda"
-    start = _now(cuda)
-    token = mode.prompt(model, ids, cache)
-    return _now(cuda) - start, token
-
-
-def timed_steps(step: Step, token: Tensor, count: int) -> tuple[float, Tensor]:
-    """Decode `count` tokens greedily after the tokens [B, 1]: the seconds that it takes, and the last tokens [B, 1]."""
-    cuda = token.device.type == "cuda"
-    start = _now(cuda)
-    for _ in range(count):
-        token = step(token)
-    return _now(cuda) - start, token
 
 
 def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> Tensor:

@@ -17,8 +17,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_hf.evaluation.measures.decoding_mode import MODES
-from deltanet_hf.evaluation.measures.speed import measure_speed
+from deltanet_hf.evaluation.measures.decoding_mode import MODES, Mode
+from deltanet_hf.evaluation.measures.speed import DECODED, measure_speed
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.safe_write import write_atomically
 
@@ -79,18 +79,19 @@ def measure(subjects: Iterable[Subject], conditions: Conditions, say: Callable[[
 
 def _row(subject: Subject, model: PreTrainedModel, mode: str, batch: int, context: int, repeats: int) -> Row | None:
     try:
-        point = measure_speed(model, context, batch, repeats, MODES[mode])
+        found = figures(model, MODES[mode], batch, context, repeats)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         torch.cuda.empty_cache()
         return None
+    return {"shape": subject.shape, "kind": subject.kind, "mode": mode, "batch": batch, "context": context, **found}
+
+
+def figures(model: PreTrainedModel, mode: Mode, batch: int, context: int, repeats: int, steps: int = DECODED) -> Row:
+    """Prompt tokens per second of all sequences, ms per step of the batch, MB after the prompt."""
+    point = measure_speed(model, context, batch, repeats, mode, steps)
     return {
-        "shape": subject.shape,
-        "kind": subject.kind,
-        "mode": mode,
-        "batch": batch,
-        "context": context,
         "prefill_tokens_per_s": round(point.prefill_tokens_per_second, 1),
         "decode_ms": round(1000 * batch / point.decode_tokens_per_second, 4),
         "cache_mb": round(point.cache_bytes / 1e6, 3),

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, Part, State, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import wide
-from deltanet_hf.mixers.layer.settings import check_at_least, check_bool
+from deltanet_hf.mixers.layer.settings import check_at_least
 from deltanet_kernels import InnerNorm, TTTState, chunk_ttt, naive_ttt
 
 START_SIZE = 0.0625
@@ -44,7 +44,6 @@ class TTTSettings(MixerProjections):
     def validate(self, where: str) -> None:
         super().validate(where)
         check_at_least(where, "mini_batch", self.mini_batch, 1)
-        check_bool(where, "inner_norm", self.inner_norm)
 
 
 class InnerLayerNorm(Part):

@@ -6,13 +6,13 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.mixers.layer.settings import MixerSettings, check_at_least, check_bool, check_choice
+from deltanet_hf.mixers.layer.settings import MixerSettings, check_at_least
 from deltanet_hf.model_sizes import head_size
 from deltanet_hf.model_types import HALF_ANGLES, family_type
 
@@ -48,27 +48,7 @@ class MixerProjections(MixerSettings):
     output_gate_rank: int = 0  # of the output gate's projection; 0 for a full matrix
 
     def validate(self, where: str) -> None:
-        for name, allowed in (
-            ("qk_activation", get_args(Activation)),
-            ("v_activation", get_args(Activation)),
-            ("output_norm", get_args(OutputNorm)),
-            ("state_dtype", get_args(StateDtype)),
-            ("conv_on", get_args(ConvolvedParts)),
-        ):
-            check_choice(where, name, getattr(self, name), allowed)
-        for name in (
-            "expand_kv",
-            "rope",
-            "qk_norm",
-            "qkv_bias",
-            "output_gate",
-            "gate_bias",
-            "k_offset",
-            "shared_kv",
-            "allow_neg_eigval",
-            "delayed",
-        ):
-            check_bool(where, name, getattr(self, name))
+        super().validate(where)
         if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
             raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
         if self.state_dtype == "int8" and not self.delayed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedConfig
 
@@ -51,19 +51,18 @@ class MixerSettings:
         return asdict(self)
 
     def validate(self, where: str) -> None:
-        """Raise ValueError for the first value that is not allowed."""
+        """Raise ValueError for the first value that is not allowed: here those of fields that are a bool or a name."""
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                check_choice(where, name, getattr(self, name), get_args(hint))
+            elif hint is bool and not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{where}.{name}: got {value!r}, expected true or false")
 
 
 def check_choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{where}.{name}: got {value!r}, expected one of {', '.join(choices)}")
-
-
-def check_bool(where: str, name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}.{name}: got {value!r}, expected true or false")
 
 
 def check_at_least(where: str, name: str, value: object, least: int) -> None:

@@ -1,4 +1,4 @@
-"""The checks that operators with several tensors of state share."""
+"""The check of a state of several tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,3 @@ def check_state(
         if tensor.dtype != dtype:
             raise TypeError(f"initial_state.{name}: got dtype {tensor.dtype}, needs {dtype}")
     return tuple(state)
-
-
-def check_padding(padding: torch.Tensor | None, batch: int, tokens: int) -> None:
-    """Raise ValueError or TypeError for padding that is not [B, T] bool."""
-    if padding is None:
-        return
-    if padding.dtype != torch.bool:
-        raise TypeError(f"padding: got dtype {padding.dtype}, needs bool")
-    if tuple(padding.shape) != (batch, tokens):
-        raise ValueError(f"padding: got shape {list(padding.shape)}, needs [B, T] = {[batch, tokens]}")

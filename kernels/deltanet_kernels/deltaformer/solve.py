@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from deltanet_kernels.checks import check_tensors
 from deltanet_kernels.signatures import by_arguments
 
 BLOCK = 128  # rows of the softmax that are in memory
@@ -68,24 +69,14 @@ def deltaformer_solve(call: DeltaFormerCall) -> torch.Tensor:
 
 
 def _check(call: DeltaFormerCall) -> None:
-    k, v, beta, _, past_k, past_u, mask = call
-    if k.dim() != 4 or k.shape[1] == 0:
-        raise ValueError(f"k: got shape {list(k.shape)}, needs [B, T, H, D] with T >= 1")
-    batch, length, heads, size = k.shape
-    if (past_k is None) != (past_u is None):
+    if (call.past_k is None) != (call.past_u is None):
         raise ValueError("past_k, past_u: got one of the two; give both or neither")
-    before = 0 if past_k is None else past_k.shape[1]
-    shapes = [("v", v, [batch, length, heads, v.shape[-1]]), ("beta", beta, [batch, length, heads])]
-    if past_k is not None and past_u is not None:
-        shapes += [("past_k", past_k, [batch, before, heads, size])]
-        shapes += [("past_u", past_u, [batch, before, heads, v.shape[-1]])]
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask: got dtype {mask.dtype}, needs bool")
-        shapes += [("mask", mask, [1 if mask.shape[0] == 1 else batch, length, before + length])]
-    for name, x, shape in shapes:
-        if list(x.shape) != shape:
-            raise ValueError(f"{name}: got shape {list(x.shape)}, needs {shape}")
+    dims = {"k": "B T H D", "v": "B T H V", "beta": "B T H", "past_k?": "B S H D", "past_u?": "B S H V"}
+    past = 0 if call.past_k is None else call.past_k.shape[1]
+    sizes = check_tensors(call, dims, {"S": past})
+    rows = "1" if getattr(call.mask, "shape", ())[:1] == (1,) else "B"
+    sizes["S+T"] = past + sizes["T"]
+    check_tensors(call, {"k": "B T H D", "mask?": f"{rows} T S+T"}, sizes, dtypes={"mask": (torch.bool,)})
 
 
 class _Solve(torch.autograd.Function):

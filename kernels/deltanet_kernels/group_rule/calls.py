@@ -207,17 +207,11 @@ def check_group_step(call: GroupStepCall) -> None:
             f"got window={token.window} and edge={token.edge} of {groups} groups, needs {GROUP * groups + 1} and "
             f"{GROUP}, and no pages"
         )
-    for name, x in (("a", call.a), ("b", call.b)):
-        checks.require_shape(name, x, (len(q), 1, H), "[B, 1, H]")
-    for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
-        checks.require_shape(name, x, (H,), "[H]")
-    for name, x in (("g", call.g), ("beta", call.beta)):
-        checks.require_shape(name, x, (rows, GROUP * (groups + 1), H), "[B, 32 (N + 1), H]")
-        if x.dtype != torch.bfloat16:
-            raise TypeError(f"{name}: got dtype {x.dtype}, needs torch.bfloat16")
-    checks.require_shape("state", state, (rows, H, D, D), "[B, H, D, D]")
-    if call.state_scale is not None:
-        checks.require_shape("state_scale", call.state_scale, (rows, H, D), "[B, H, D]")
+    dims = {"a": "B 1 H", "b": "B 1 H", "A_log": "H", "dt_bias": "H", "g": "R P H", "beta": "R P H"}
+    dims |= {"state": "R H D D", "state_scale?": "R H D"}
+    sizes = {"B": len(q), "H": H, "R": rows, "P": GROUP * (groups + 1), "D": D}
+    dtypes = dict.fromkeys(("g", "beta"), (torch.bfloat16,)) | {"state": (torch.int8, *checks.FLOATS)}
+    checks.check_tensors(call, dims, sizes, dtypes=dtypes)
     if (state.dtype == torch.int8) != (call.state_scale is not None):
         raise TypeError(f"state: got dtype {state.dtype}, needs torch.int8 with a state_scale and only then")
     if call.max_strength not in (1, 2):

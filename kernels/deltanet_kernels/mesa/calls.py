@@ -79,6 +79,4 @@ def check_mesa(call: MesaCall) -> None:
         TypeError: dtypes that do not fit.
     """
     checks.check_delta_rule(call.rule)
-    wanted = (call.v.shape[2], call.k.shape[3])
-    if call.ridge.shape != wanted:
-        raise ValueError(f"ridge: got shape {list(call.ridge.shape)}, needs [HV, K] = {list(wanted)}")
+    checks.check_tensors(call, {**checks.QKV, "ridge": "HV K"})

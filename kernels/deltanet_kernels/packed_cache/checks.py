@@ -8,9 +8,10 @@ from torch import Tensor
 from deltanet_kernels.checks import (
     check_length,
     check_rotation,
-    check_state_indices,
+    check_tensors,
     refuse_gradients,
     require_float,
+    require_multiple,
     require_shape,
     require_tensor,
 )
@@ -36,21 +37,15 @@ def check_packed_attention(call: PackedAttentionCall) -> None:
 def _check_attention(call: PackedAttentionCall, rows: int) -> None:
     held = call.cache.keys
     _check_order(call.cache.key_order, call.cache.bits, held)
-    _check_queries(call.q, (rows, call.q.shape[1], 1, held.shape[3]), 1, "[B, HQ, 1, D] of the cache", call)
-    if call.first_q is not None:
-        _check_like("first_q", call.first_q, call.q)
-        require_shape("first_q", call.first_q, tuple(call.q.shape), "the shape of q")
+    sizes = check_tensors(
+        call, {"q": "B HQ 1 D", "first_q?": "B HQ 1 D"}, {"B": rows, "D": held.shape[3]}, ("first_q",)
+    )
+    _check_queries(sizes["HQ"], call)
 
 
-def _check_queries(
-    q: Tensor, shape: tuple[int, ...], heads: int, names: str, call: PackedAttentionCall | PackedPartCall
-) -> None:
-    """Those of a call, whose dimension `heads` is that of the heads, and what they see."""
-    require_float("q", require_tensor("q", q))
-    require_shape("q", q, shape, names)
-    held = call.cache.keys.shape[1]
-    if q.shape[heads] % held:
-        raise ValueError(f"q: got {q.shape[heads]} heads, needs a multiple of the {held} heads of the cache")
+def _check_queries(heads: int, call: PackedAttentionCall | PackedPartCall) -> None:
+    """The number of heads of a call's queries, and what they see."""
+    require_multiple("q", heads, "the cache", call.cache.keys.shape[1])
     window, sinks, _ = call.reach
     if window < 1 or not 0 <= sinks <= SINKS:
         raise ValueError(f"got window={window} and sinks={sinks}, needs window >= 1 and sinks from 0 to {SINKS}")
@@ -59,16 +54,11 @@ def _check_queries(
 def check_packed_step(call: PackedStepCall) -> None:
     """Raises ValueError or TypeError."""
     rows, HK, _, D = call.cache.keys.shape
-    B = rows if call.state_indices is None else len(call.state_indices)
-    check_state_indices(call.state_indices, B, call.q.device, call.cache.keys)
-    if call.pages is not None:
-        if call.state_indices is None:
-            raise ValueError("state_indices: got None, needs the rows of the sequences with pages")
-        require_shape("pages", require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
-        check_state_indices(call.pages[:, 0], B, call.q.device, call.cache.key_codes, name="pages")
-    for name, x in (("k", call.k), ("v", call.v)):
-        _check_like(name, x, call.q)
-        require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
+    sizes = {"HK": HK, "D": D} | ({"B": rows} if call.state_indices is None else {})
+    if call.pages is not None and call.state_indices is None:
+        raise ValueError("state_indices: got None, needs the rows of the sequences with pages")
+    dims = {"q": "B 1 HQ D", "k": "B 1 HK D", "v": "B 1 HK D", "state_indices?": "B", "pages?": "B M"}
+    B = check_tensors(call, dims, sizes, ("k", "v"), dict.fromkeys(("state_indices", "pages"), (torch.int32,)))["B"]
     check_rotation(call.cos, call.sin, B, 1, D, call.q.device)
     check_rotation(call.turn_cos, call.turn_sin, B, 1, D, call.q.device)
     _check_attention(call.attention, B)
@@ -102,18 +92,14 @@ def check_pack_prompt(call: PackPromptCall) -> None:
 def check_packed_part(call: PackedPartCall) -> None:
     """Raises ValueError or TypeError."""
     B, HK, _, D = call.cache.keys.shape
-    T, rows, names = call.q.shape[1], B, "B, T"
+    rows, sizes = "B", {"B": B, "HK": HK, "D": D}
     if call.cu_seqlens is not None:
-        require_shape("cu_seqlens", require_tensor("cu_seqlens", call.cu_seqlens), (B + 1,), "[B + 1] of the cache")
-        rows, names = 1, "1, T"
-        if not 0 < call.longest <= T:
+        rows, sizes["N"] = "1", B + 1
+        if not 0 < call.longest <= call.q.shape[1]:
             raise ValueError(f"longest: got {call.longest}, needs the most tokens of a sequence")
-    for name, x in (("k", call.k), ("v", call.v)):
-        _check_like(name, x, call.q)
-        require_shape(name, x, (rows, T, HK, D), f"[{names}, HK, D] of the cache")
-    if not T:
-        raise ValueError("q: got no tokens")
-    _check_queries(call.q, (rows, T, call.q.shape[2], D), 2, f"[{names}, HQ, D] of the cache", call)
+    dims = {"q": f"{rows} T HQ D", "k": f"{rows} T HK D", "v": f"{rows} T HK D", "cu_seqlens?": "N"}
+    sizes = check_tensors(call, dims, sizes, ("k", "v"), {"cu_seqlens": (torch.int32, torch.int64)})
+    _check_queries(sizes["HQ"], call)
     if call.groups < 0:
         raise ValueError(f"groups: got {call.groups}, needs at least 0")
     _check_order(call.cache.key_order, call.cache.bits, call.cache.keys)
@@ -127,10 +113,9 @@ def check_prompt_attention(call: PromptAttentionCall) -> None:
     if sinks > SINKS:
         raise ValueError(f"sinks: got {sinks}, needs at most {SINKS}")
     B, T, HK, D = k.shape
-    for name, x in zip(("keys", "values"), others, strict=True):
-        require_shape(name, require_tensor(name, x), (B, (T - 1) // GROUP * GROUP, HK, D), "[B, N * 32, HK, D]")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
+    dims = {"k": "B T HK D", "keys": "B S HK D", "values": "B S HK D"}
+    sizes = {"B": B, "HK": HK, "D": D, "S": (T - 1) // GROUP * GROUP}
+    check_tensors(call, dims, sizes, ("keys", "values"))
     refuse_gradients("prompt_attention", "window_attention", *others)
 
 
@@ -155,9 +140,3 @@ def _check_order(key_order: Tensor | None, bits: int, k: Tensor) -> None:
     require_shape("key_order", require_tensor("key_order", key_order), (k.shape[1], 2, k.shape[3]), "[HK, 2, D]")
     if key_order.dtype != torch.int64:
         raise TypeError(f"key_order: got dtype {key_order.dtype}, needs torch.int64")
-
-
-def _check_like(name: str, x: Tensor, q: Tensor) -> None:
-    require_float(name, require_tensor(name, x))
-    if x.dtype != q.dtype:
-        raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")

@@ -4,14 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from deltanet_kernels.checks import (
-    check_rotation,
-    refuse_gradients,
-    require_input,
-    require_least,
-    require_shape,
-    shape_text,
-)
+from deltanet_kernels.checks import check_rotation, check_tensors, refuse_gradients, require_least, shape_text
 
 
 class PromptInputsCall(NamedTuple):
@@ -101,51 +94,33 @@ class GateValuesCall(NamedTuple):
 
 def check_prompt_inputs(call: PromptInputsCall) -> None:
     """Check the arguments of `prompt_inputs`; raises ValueError or TypeError."""
-    q, k, v, D, weight, tail, cos, sin, offset, _, _, window_heads, output_tail, kv_repeats = call
+    D, repeats = call.head_dim, call.kv_repeats
     require_least("head_dim", D, 1)
-    require_least("kv_repeats", kv_repeats, 1)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require_input(name, x, "q", q)
-        if x.dim() != 3 or 0 in x.shape or x.shape[:2] != q.shape[:2] or x.shape[2] % D:
-            raise ValueError(f"{name}: got shape {shape_text(x)}, needs [B, T, heads * {D}] with B and T of q, T >= 1")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    B, T, C = q.shape[0], q.shape[1], q.shape[2] + (k.shape[2] + v.shape[2]) * kv_repeats
-    own_heads = k.shape[2] // D
-    key_heads = own_heads * kv_repeats
-    if weight is None:
-        if tail is not None or output_tail:
-            raise ValueError("conv_weight: got None, needs the taps of the convolution whose tail is given or wanted")
-    else:
-        require_input("conv_weight", weight, "q", q)
-        if weight.dim() != 2 or weight.shape[0] != C or weight.shape[1] < 1:
-            raise ValueError(f"conv_weight: got shape {shape_text(weight)}, needs [C, W] with C = {C} and W >= 1")
-        if tail is not None:
-            require_input("conv_tail", tail, "q", q)
-            require_shape("conv_tail", tail, (B, C, weight.shape[1] - 1), "[B, C, W-1]")
-    check_rotation(cos, sin, B, T, D, q.device)
-    if offset is not None:
-        require_input("k_offset", offset, "q", q)
-        if offset.dim() != 2 or offset.shape[1] != D or not offset.shape[0] or key_heads % offset.shape[0]:
-            raise ValueError(
-                f"k_offset: got shape {shape_text(offset)}, needs [H, {D}] with an H that divides {key_heads} key heads"
-            )
-    require_least("window_heads", window_heads, 0)
-    if window_heads > own_heads:
-        raise ValueError(f"window_heads: got {window_heads}, needs at most {own_heads}, the heads of k")
-    refuse_gradients("prompt_inputs", "causal_conv1d", q, k, v, weight, tail, offset)
+    require_least("kv_repeats", repeats, 1)
+    projections = {"q": "B T CQ", "k": "B T CK", "v": "B T CV"}
+    sizes = check_tensors(call, projections, same=("k", "v"))
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if x.shape[2] % D:
+            raise ValueError(f"{name}: got shape {shape_text(x)}, needs [B, T, heads * {D}]")
+    sizes |= {"C": sizes["CQ"] + (sizes["CK"] + sizes["CV"]) * repeats, "D": D}
+    if call.conv_weight is None and (call.conv_tail is not None or call.output_tail):
+        raise ValueError("conv_weight: got None, needs the taps of the convolution whose tail is given or wanted")
+    sizes = check_tensors(call, {"q": "B T CQ", "conv_weight?": "C W", "k_offset?": "H D"}, sizes)
+    check_tensors(call, {"q": "B T CQ", "conv_tail?": "B C W-1"}, {**sizes, "W-1": sizes.get("W", 1) - 1})
+    check_rotation(call.cos, call.sin, sizes["B"], sizes["T"], D, call.q.device)
+    own_heads = sizes["CK"] // D
+    if own_heads * repeats % sizes.get("H", 1):
+        raise ValueError(f"k_offset: got {sizes['H']} heads, needs a divisor of the {own_heads * repeats} heads of k")
+    require_least("window_heads", call.window_heads, 0)
+    if call.window_heads > own_heads:
+        raise ValueError(f"window_heads: got {call.window_heads}, needs at most {own_heads}, the heads of k")
+    tensors = call.q, call.k, call.v, call.conv_weight, call.conv_tail, call.k_offset
+    refuse_gradients("prompt_inputs", "causal_conv1d", *tensors)
 
 
 def check_gate_values(call: GateValuesCall) -> None:
     """Check the arguments of `gate_values`; raises ValueError or TypeError."""
-    a, b, A_log, dt_bias, limit = call
-    for name, x in (("a", a), ("b", b), ("A_log", A_log), ("dt_bias", dt_bias)):
-        require_input(name, x, "a", a)
-    if a.dim() != 3 or 0 in a.shape:
-        raise ValueError(f"a: got shape {shape_text(a)}, needs [B, T, H] without empty dimensions")
-    require_shape("b", b, tuple(a.shape), "the shape of a")
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        require_shape(name, x, (a.shape[2],), "[H]")
-    if limit not in (1, 2):
-        raise ValueError(f"limit: got {limit!r}, needs 1 or 2")
-    refuse_gradients("gate_values", "the gates of chunk_gated_delta_rule", a, b, A_log, dt_bias)
+    check_tensors(call, {"a": "B T H", "b": "B T H", "A_log": "H", "dt_bias": "H"})
+    if call.limit not in (1, 2):
+        raise ValueError(f"limit: got {call.limit!r}, needs 1 or 2")
+    refuse_gradients("gate_values", "the gates of chunk_gated_delta_rule", *call[:4])

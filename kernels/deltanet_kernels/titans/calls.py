@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.common.state_checks import check_padding, check_state
+from deltanet_kernels.common.state_checks import check_state
 
 
 class TitansState(NamedTuple):
@@ -50,9 +50,8 @@ def check_titans(call: TitansCall) -> TitansState:
     """
     checks.check_delta_rule(call.rule)
     d = call.rule.dims
-    if call.log_mu.shape != call.g.shape:
-        raise ValueError(f"log_mu: got shape {list(call.log_mu.shape)}, needs that of g = {list(call.g.shape)}")
-    check_padding(call.padding, d.B, d.T)
+    dims = {"g": "B T HV", "log_mu": "B T HV", "padding?": "B T"}
+    checks.check_tensors(call, dims, dtypes={"padding": (torch.bool,)})
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     shape = (d.N, d.HV, d.K, d.V)
     return TitansState(*check_state(call.initial_state, TitansState._fields, (shape, shape), dtype, call.q.device))

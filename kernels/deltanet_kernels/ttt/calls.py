@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.common.state_checks import check_padding, check_state
+from deltanet_kernels.common.state_checks import check_state
 
 
 class InnerNorm(NamedTuple):
@@ -69,7 +69,7 @@ def check_ttt(call: TTTCall) -> TTTState:
     d, norm, state = call.rule.dims, call.norm, call.initial_state
     if call.mini_batch < 1:
         raise ValueError(f"mini_batch: got {call.mini_batch}, needs at least 1 token")
-    check_padding(call.padding, d.B, d.T)
+    checks.check_tensors(call, {"g": "B T HV", "padding?": "B T"}, dtypes={"padding": (torch.bool,)})
     rows = d.K
     if norm is not None:
         rows += 1

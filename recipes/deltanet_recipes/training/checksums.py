@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,31 +25,6 @@ class Damaged(Exception):
     """A file does not hold what was written to it. The message is the rest of a line that begins with its name."""
 
 
-class SummedFile:
-    """A file to write to, from its beginning to its end; `sum` is the SHA-256 in hex of what was written so far."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._hash = path, hashlib.sha256()
-        self._file = path.open("wb")
-
-    @property
-    def sum(self) -> str:
-        return self._hash.hexdigest()
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._hash.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def __enter__(self) -> SummedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
-
-
 def file_sum(path: Path) -> str:
     """The SHA-256 of a file in hex."""
     digest = hashlib.sha256()
@@ -60,9 +34,9 @@ def file_sum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_sums(folder: Path, *files: SummedFile) -> None:
+def write_sums(folder: Path, names: tuple[str, ...]) -> None:
     """Write the sums of the files into `folder`, where `sha256sum -c SHA256SUMS` compares them."""
-    write_atomically(folder / SUMS, "".join(f"{file.sum}  {file.path.name}\n" for file in files).encode())
+    write_atomically(folder / SUMS, "".join(f"{file_sum(folder / name)}  {name}\n" for name in names).encode())
 
 
 def check_sums(folder: Path, names: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.safe_write import remove, replacing, writing
-from deltanet_recipes.training.checksums import Damaged, SummedFile, check_sums, write_sums
+from deltanet_recipes.training.checksums import Damaged, check_sums, write_sums
 from deltanet_recipes.training.runtime import Runtime
 
 WEIGHTS, STATE = "weights.pt", "state.json"
@@ -41,11 +41,10 @@ class Checkpoints:
             weights = {name: tensor for name, tensor in model_state.items() if name in trained}
             with replacing(self.folder / f"step-{step:08d}") as partial:
                 partial.mkdir(parents=True)
-                with SummedFile(partial / WEIGHTS) as file:
-                    torch.save({"model": weights, "optimizer": optimizer_state}, file)  # type: ignore[arg-type]
-                with SummedFile(partial / STATE) as text:
-                    text.write(json.dumps({"step": step, **state}).encode())
-                write_sums(partial, file, text)
+                with (partial / WEIGHTS).open("wb") as file:  # a full disk is an OSError here, and none for a path
+                    torch.save({"model": weights, "optimizer": optimizer_state}, file)
+                (partial / STATE).write_text(json.dumps({"step": step, **state}))
+                write_sums(partial, (WEIGHTS, STATE))
             for old in self._complete()[: -self.keep]:
                 remove(old)
         self.runtime.barrier()

@@ -9,15 +9,9 @@ same with a window and a state in each other layer, and `window25_4bit`, its sof
 key/value head, `by_layer`, the same with the windows of the shipped plan, and `states_by_layer`, with those of the
 plan with states.
 `deltanet_hf.evaluation.measures.decoding_mode` has the modes.
-Before its first row, each model and mode decodes greedily beside complete forward passes. A row has
-
-- prefill_tokens_per_s, of all sequences together: the median of `repeats` runs after one that loads the kernels, as
-  `graph` reads prompts (short ones are captured). It is measured once per model and point, and belongs to the rows of
-  all modes;
-- decode_ms, per step of the whole batch: the median of 3 runs of 64 steps (of 16 by separate launches) after one that
-  is not timed, all of them on one cache, which they lengthen;
-- cache_mb: the cache after the prompt;
-- or error, in place of these.
+Rows are measured as by `deltanet-hf bench`: before its first row, each model and mode decodes greedily beside complete
+forward passes, and times are medians of 3 runs after one that loads the kernels, each with 64 decoding steps (16 by
+separate launches). In place of its figures a row may have `error`.
 
 Each row is written as soon as it is measured, and the same command adds those that the file does not have. Delete a row
 to have it measured again.
@@ -26,20 +20,25 @@ to have it measured again.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES
+from deltanet_hf.evaluation.speed.bench import figures
+from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device
-from measuring.benchmarks.model_at_points import ModelAtPoints, Point, Prefill, free_memory
 from measuring.rows import Row, RowFile, fill, machine
 
-POINTS: list[Point] = [(1, 2048), (16, 2048), (1, 32768), (16, 16384)]  # sequences, tokens of each prompt
+POINTS = [(1, 2048), (16, 2048), (1, 32768), (16, 16384)]  # sequences, tokens of each prompt
+REPEATS = 3
+STEPS = {EAGER.name: 16, GRAPH.name: 64}
 KEY = ("shape", "kind", "mode", "batch", "context")
 
 
@@ -58,7 +57,7 @@ def benchmark(options: argparse.Namespace) -> None:
     command = f"python -m measuring.benchmarks.end_to_end --output {options.output.name}"
     head = {"machine": machine("transformers"), "command": command, "dtype": "bfloat16"}
     file = RowFile(options.output, KEY, head)
-    measure = Measure(file)
+    measure = Measure()
     try:
         fill(file, labels(options.shapes, options.kinds, options.modes), measure, options.minutes)
     finally:
@@ -73,35 +72,28 @@ def labels(shapes: Sequence[str], kinds: Sequence[str], modes: Sequence[str]) ->
 
 
 class Measure:
-    """Measures one row after the other; rows of one model share it, and its prefill with those that the file has."""
+    """Measures one row after the other; rows of one model share it."""
 
-    def __init__(self, file: RowFile) -> None:
-        self._file = file
+    def __init__(self) -> None:
         self._of: tuple[str, str] | None = None
-        self._model: ModelAtPoints | None = None
+        self._model: PreTrainedModel | None = None
+        self._checked: set[str] = set()
 
     def __call__(self, labels: Row) -> Row:
-        shape, kind = of = labels["shape"], labels["kind"]
+        of, mode = (labels["shape"], labels["kind"]), MODES[labels["mode"]]
         if self._model is None or self._of != of:
             self.forget()
-            model = random_model(shape, kind, torch.bfloat16, chosen_device(None))
-            prompts = GRAPH if KINDS[kind].served else EAGER
-            self._of, self._model = of, ModelAtPoints(model, self._prefills(shape, kind), prompts)
-        return self._model.measure(MODES[labels["mode"]], (labels["batch"], labels["context"]))
-
-    def _prefills(self, shape: str, kind: str) -> dict[Point, Prefill]:
-        """Those that rows of this model have, in any mode."""
-        return {
-            (row["batch"], row["context"]): Prefill(row["prefill_tokens_per_s"], row["cache_mb"], row["repeats"])
-            for row in self._file.rows()
-            if (row["shape"], row["kind"]) == (shape, kind) and "error" not in row
-        }
+            self._of, self._model = of, random_model(*of, torch.bfloat16, chosen_device(None))
+        if mode.name not in self._checked:
+            check_decoding(self._model, mode)
+            self._checked.add(mode.name)
+        return figures(self._model, mode, labels["batch"], labels["context"], REPEATS, STEPS[mode.name])
 
     def forget(self) -> None:
-        """Give back the memory of the model."""
-        if self._model is not None:
-            self._model = None
-            free_memory()
+        """Give back the memory of the model: modules and graphs refer to themselves."""
+        self._model, self._checked = None, set()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import itertools
 import json
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
 from measuring.kernels.timing import call_without_waiting, copy_bandwidth, graph_us, median_ms, peak_gib
 from measuring.rows import Row, RowFile, described, fill, machine
 
@@ -164,6 +164,30 @@ class Always:
         return self.sizes
 
 
+class OverTime(BaseException):
+    """The limit of `time_limit` is over; no Exception, which the interrupted code could catch."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `OverTime` after so many seconds, in the main thread, which also computes the backward passes meanwhile.
+
+    The call of a compiler or a kernel that is under way then ends first.
+    """
+
+    def stop(*_: Any) -> None:
+        raise OverTime(f"no first results within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def check_and_time(
     run: Callable[[], Tensor],
     leaves: Sequence[Tensor],
@@ -188,7 +212,7 @@ def check_and_time(
         fwdbwd, and peak_gib of fwdbwd; without times and with `error` if o is wrong. If the gradients are wrong or
         missing (rel_error is then that of o), only the forward pass is timed, and `error` or `unfinished` says why.
     """
-    with time_limit(options.first_seconds), compiled_ahead():
+    with time_limit(options.first_seconds):
         found, refusal = [run()], {}
         try:
             found += torch.autograd.grad(found[0], leaves, do) if leaves else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +33,6 @@ def plot(rows: Rows, title: str, path: Path) -> None:
     sizes = sorted({size for _, size in groups})
     if not recall and len(sizes) > 1:
         groups = {(f"{name}, head size {size}", size): group for (name, size), group in groups.items()}
-    groups = {(in_words(name), size): group for (name, size), group in groups.items()}
     names = list(dict.fromkeys(name for name, _ in groups))
     panels = len(sizes) + 1 if recall else 1
     width = max(7.5, 3.6 * panels)
@@ -69,19 +67,6 @@ def plot(rows: Rows, title: str, path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
-
-
-def in_words(name: str) -> str:
-    """The name of a model in the legend.
-
-    `deltaproduct:num_householder=4,allow_neg_eigval=true, 8 heads, head size 16` is `4 writes per token, beta up to 2,
-    8 heads of 16`.
-    """
-    writes = re.match(r"deltaproduct:num_householder=(\d+)(,allow_neg_eigval=true)?", name)
-    if writes:
-        name = f"{writes[1]} writes per token, beta up to {2 if writes[2] else 1}{name[writes.end() :]}"
-    name = name.replace(":allow_neg_eigval=true", ", beta up to 2")
-    return re.sub(r", (\d+) heads(.*), head size (\d+)$", r", \1 heads of \3\2", name)
 
 
 def _curve(axis: Any, rows: Rows, label: str, style: dict[str, Any]) -> None:
