@@ -16,7 +16,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deltanet_hf.fast.families import family_of
 from deltanet_hf.fast.mixer import FastDeltaRule
@@ -30,10 +32,10 @@ from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.quantised_cache_spec import NAMES
 from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, quantised_prompt
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
-from deltanet_hf.mixers.layer.delayed_state import SCALE, stored_memory
-from deltanet_hf.mixers.layer.delta_rule import DeltaRule
+from deltanet_hf.mixers.layer.delayed_state import SCALE, held_memory, stored_memory
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule, wide
 from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, whole_angles, window_angles
-from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings, branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.window import WindowAttention
@@ -215,7 +217,8 @@ class FastSoftmaxHeads:
 
 
 class FastDelayedRule(FastDeltaRule):
-    """A window and a state of what has left it: whole prompts without padding, and steps; alone it is a layer."""
+    """A window and a state of what has left it: whole prompts without padding, a server's parts of prompts, and steps;
+    alone it is a layer."""
 
     @staticmethod
     def serves(mixer: Mixer) -> bool:
@@ -248,6 +251,8 @@ class FastDelayedRule(FastDeltaRule):
                 return self._prompt(projected, position_embeddings, call)
             if projected.x.shape[1] == 1 and call.cache is not None and call.cache.may_change:
                 return self._step(projected, position_embeddings, call), call.cache.state
+            if call.view is not None:
+                return self._part(projected, position_embeddings, call)
         return Mixer.attend(self, projected, position_embeddings, call)  # type: ignore[arg-type]
 
     def _prompt(
@@ -258,10 +263,7 @@ class FastDelayedRule(FastDeltaRule):
         branch, length = self.window_branch, call.prompt_length
         assert branch is not None
         assert position_embeddings is not None
-        angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, projected.x.shape[1])
-        cos, sin = self.angles(angles)
-        rotation = PromptInputsCall(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
-        q, k, v, *_ = prompt_inputs.unchecked(rotation)
+        q, k, v, turn = self._rotated(projected, position_embeddings, call)
         k, v, seen, kept = quantised_prompt(branch.cache_spec, k, v, call.keep_state, length)
         window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
 
@@ -269,10 +271,7 @@ class FastDelayedRule(FastDeltaRule):
         gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
         g, beta, *waiting = group_gates.unchecked(gating)
         if g.shape[1]:
-            keys, values = (part[:, : g.shape[1]].flatten(2) for part in seen)
-            read, keys, values = map(self.split_heads, self.repeated(q[:, hidden:].flatten(2), keys, values))
-            rule = GroupRuleCall(read, keys, values, g, beta, None, None, call.keep_state, True)
-            reads, memory = chunk_group_gated_delta_rule.unchecked(rule)
+            reads, memory = self._reads(q[:, hidden:], seen, g, beta, None, call.keep_state)
         else:
             reads, memory = q[:, :0], g.new_zeros(len(q), *self.state_shape().shape)
         output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
@@ -281,6 +280,67 @@ class FastDelayedRule(FastDeltaRule):
         assert memory is not None
         gates = {f"gate_{i}": gate for i, gate in enumerate(waiting)}
         return output, stored_memory(self, {"state": self.rounded(memory)}) | kept | gates
+
+    def _part(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
+        """`attend` of more tokens of a server's sequence [1, T, ...]: as `_prompt`, from the first group on that is not
+        in the state."""
+        branch, state, length = self.window_branch, call.state, projected.x.shape[1]
+        assert branch is not None
+        assert state is not None
+        assert call.cache is not None
+        assert position_embeddings is not None
+        before = int(call.cache.get_seq_length())
+        total, hidden = before + length, branch.window - 1
+        first = max((before - 1) // branch.edge * branch.edge - hidden, 0)  # the first token that is not in the state
+        q, k, v, turn = self._rotated(projected, position_embeddings, call)
+        held = QuantisedKVCache(branch.cache_spec, {name: state[name] for name in NAMES}, None, turn=turn)
+        numbers = torch.arange(before + 1, total + 1, device=q.device)[None]
+        window_output = WindowOutput(*held.attend(q, k, v, branch.scale, branch.softcap), numbers)
+        assert held.seen is not None
+
+        tokens = total - hidden - first  # those from the first on that queries read, or that come before those
+        left = (total - 1) // branch.edge * branch.edge - hidden - first
+        own, waiting = [], {}
+        for i, gate in enumerate(self.gates(projected, None)):
+            kept = torch.cat([state[f"gate_{i}"].roll(-before, 1), gate.bfloat16()], dim=1)  # by their numbers
+            waiting[f"gate_{i}"] = kept[:, -branch.places :].roll(total, 1)
+            if tokens > 0:
+                start = branch.places - (before - first)
+                gate = F.pad(kept[:, start : start + left].to(gate.dtype), (0, 0, 0, tokens - left))
+                if not first:
+                    gate[:, : branch.sinks] = 0.0
+                own.append(gate)
+        if tokens > 0:
+            at = before - hidden - first  # of the first query among these tokens; below 0 for queries without a state
+            read, memory = F.pad(q, (0, 0, 0, 0, at, 0)), wide(held_memory(self, state)["state"], q)
+            reads, new = self._reads(read, held.seen, own[0], own[1], memory, True)
+            reads = reads[:, max(at, 0) :]
+            assert new is not None
+            memory_state = stored_memory(self, {"state": self.rounded(new)})
+        else:
+            reads, memory_state = q[:, :0], {name: state[name] for name in ("state", SCALE) if name in state}
+        output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
+        return output, memory_state | held.state | waiting
+
+    def _rotated(
+        self, projected: Projected, position_embeddings: Angles, call: LayerCall
+    ) -> tuple[Tensor, Tensor, Tensor, PositionEmbeddings | None]:
+        """q, k, v [B, T, heads, D] as the window sees them, and `turn` of `window_angles`."""
+        angles, turn = window_angles(position_embeddings, self.sink_bound, call.cache, projected.x.shape[1])
+        cos, sin = self.angles(angles)
+        rotation = PromptInputsCall(projected.q, projected.k, projected.v, self.head_dim, cos=cos, sin=sin)
+        q, k, v, *_ = prompt_inputs.unchecked(rotation)
+        return q, k, v, turn
+
+    def _reads(
+        self, q: Tensor, seen: tuple[Tensor, Tensor], g: Tensor, beta: Tensor, memory: Tensor | None, keep_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rule on as many keys and values as there are gates, from the first that are `seen`: the reads of q, and
+        the state after them."""
+        keys, values = (part[:, : g.shape[1]].flatten(2) for part in seen)
+        read, keys, values = map(self.split_heads, self.repeated(q.flatten(2), keys, values))
+        rule = GroupRuleCall(read, keys, values, g, beta, None, memory, keep_state, True)
+        return chunk_group_gated_delta_rule.unchecked(rule)
 
     def _step(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> Tensor:
         """`attend` of one more token: the output [B, 1, HO, D]."""

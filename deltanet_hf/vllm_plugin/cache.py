@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.vllm_plugin.batch import GrowingBackend, StateBackend, TokenBackend
-from deltanet_hf.vllm_plugin.pages import page_bytes, shared, tensors_in
+from deltanet_hf.vllm_plugin.pages import bytes_of, page_bytes, shared, tensors_in
 
 Pages = TypeVar("Pages")
 
@@ -59,12 +59,13 @@ class StatePages(MambaBase):
 
     def load(self, pages: Tensor) -> State:
         """Copies of the states in the pages [B]."""
-        return {name: tensor[pages] for name, tensor in self.tensors.items()}
+        held = tensors_in(self._own[pages], self.shapes)
+        return {name: tensor.contiguous() for name, tensor in held.items()}
 
     def store(self, pages: Tensor, state: State) -> None:
         """Put a state, which begins with the batch, into the pages [B]."""
-        for name, tensor in self.tensors.items():
-            tensor[pages] = state[name].to(tensor.dtype)
+        new = bytes_of(state, self.shapes)
+        self._own[:, : new.shape[1]][pages] = new
 
     def copy(self, before: Tensor, after: Tensor) -> None:
         """Put the states in the pages `before` [B] into the pages `after` [B]."""
@@ -189,8 +190,9 @@ class PackedPages(AttentionLayerBase):
         page = pages.long().gather(1, group // self._groups)
         complete = (state["count"].long()[:, None] - 1) // QuantisedCacheSpec.group_size
         page = page * (group < complete)  # vLLM leaves page 0 empty
+        place = group % self._groups
         for name, tensor in self.tensors.items():
-            tensor[page, :, group % self._groups] = state[name][:, :, new].transpose(1, 2)
+            tensor[page, :, place] = state[name][:, :, new].transpose(1, 2)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return TokenBackend

@@ -138,7 +138,7 @@ class StateLayer(ServedLayer):
     @cached_property
     def form(self) -> Any:
         """The fast form of a mixer, or the layer itself; made once the weights have been loaded."""
-        return fast_mixer(self.layer, may_move=False) if kind_of(self.layer).has_state else self.layer
+        return fast_mixer(self.layer, may_move=True) if kind_of(self.layer).has_state else self.layer
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         return called(self.form, MixerCacheLayer(), x, position_embeddings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.state import TensorShape
@@ -43,9 +44,19 @@ def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tenso
     """
     views: dict[str, Tensor] = {}
     first = 0
-    for name, shape in sorted(shapes.items(), key=lambda item: -(item[1].nbytes & -item[1].nbytes)):
+    for name, shape in _in_order(shapes):
         last = first + shape.nbytes
         view = pages[..., first:last].view(shape.dtype)
         views[name] = view.unflatten(-1, shape.shape) if shape.shape else view.squeeze(-1)
         first = last
     return views
+
+
+def bytes_of(tensors: dict[str, Tensor], shapes: dict[str, TensorShape]) -> Tensor:
+    """The beginnings of pages [B, bytes] int8 in which `tensors_in` finds these tensors [B, *shape]."""
+    rows = (tensors[name].to(shape.dtype).reshape(len(tensors[name]), -1) for name, shape in _in_order(shapes))
+    return torch.cat([row.unsqueeze(-1).view(torch.int8).flatten(1) for row in rows], dim=1)
+
+
+def _in_order(shapes: dict[str, TensorShape]) -> list[tuple[str, TensorShape]]:
+    return sorted(shapes.items(), key=lambda item: -(item[1].nbytes & -item[1].nbytes))

@@ -85,7 +85,7 @@ def test_parts_after_a_cache_are_the_whole(
         seen += part[0].shape[1]
         groups = (seen - 1) // GROUP if ring is None else ring
         call = *part, cache, groups, window, sinks, limit, 0.2, cap
-        o, lse, new = FORMS[form](packed_part)(*call)
+        o, lse, new, *_ = FORMS[form](packed_part)(*call)
         assert all(torch.equal(one, other) for one, other in zip(cache.tensors, before, strict=True))
         cache, before = new, [x.clone() for x in new.tensors]
         outputs.append(o)
@@ -126,7 +126,7 @@ def test_sequences_in_one_row(form: str, reach: tuple[Any, ...], begins: bool, p
         joint = [x[:, :-2] for x in joint]
     rest = window, sinks, limit, 0.2, cap
     call = *joint, cache, groups, *rest, bounds, max(lengths)
-    out, lse, found = FORMS[form](packed_part)(*call)
+    out, lse, found, *_ = FORMS[form](packed_part)(*call)
     for row, (own, bound) in enumerate(zip(zip(*new, strict=True), bounds.tolist(), strict=False)):
         one = cache.with_tensors(x[row : row + 1] for x in cache.tensors)
         if not lengths[row]:
@@ -134,7 +134,7 @@ def test_sequences_in_one_row(form: str, reach: tuple[Any, ...], begins: bool, p
             assert torch.equal(found.values[row], one.values[0])
             assert found.lengths[row] == one.lengths[0]
             continue
-        wanted, wanted_lse, after = by_pytorch(packed_part)(*own, one, groups, *rest)
+        wanted, wanted_lse, after, *_ = by_pytorch(packed_part)(*own, one, groups, *rest)
         at = slice(bound, bound + lengths[row])
         assert (out[:, at] - wanted).abs().max() < 5e-6 * (1 + wanted.abs().max()), row
         assert (lse[:, at] - wanted_lse).abs().max() < 2.5e-5, row
@@ -153,7 +153,7 @@ def test_a_part_in_sixteen_bits(form: str, order: Tensor | None, dtype: torch.dt
     cache = cache._replace(**{name: getattr(cache, name)[:, :, :3] for name in cache._fields[:4]})
     joint = torch.cat([parts_of(x.transpose(1, 2), [40])[0] for x in (q, k, v)], dim=2)
     call = *joint.split([4, 2, 2], dim=2), cache, 4, 70, 4, None, 0.2
-    out, _, new = FORMS[form](packed_part)(*call)
+    out, _, new, *_ = FORMS[form](packed_part)(*call)
     assert out.dtype == dtype
     for row, count in enumerate(COUNTS):
         own = [x[row, None, :, : count + 40] for x in (q, k, v)]

@@ -314,6 +314,26 @@ def test_a_step_of_sequences_in_rows_of_larger_tensors() -> None:
 
 
 @pytest.mark.parametrize(
+    "changes", [{"bits": 4, "state_dtype": "int8"}, {"bits": 8, "window": 65, "expand_kv": True}], ids=str
+)
+@pytest.mark.parametrize("cuts", [(5, 20, 7, 32, 64, 72), (96, 2, 30, 33, 39), (64, 136), (31, 65, 104)], ids=str)
+@torch.inference_mode()
+def test_a_servers_parts_of_a_prompt(changes: dict[str, Any], cuts: tuple[int, ...]) -> None:
+    """By the kernels of the fast form, as the operations of the layer: the outputs, and what is kept after each."""
+    model, kind = layer(**changes)
+    fast, x = fast_mixer(kind, False), inputs(sum(cuts), 1)
+    plain, served, start = MixerCacheLayer(), MixerCacheLayer(), 0
+    for part in x.split(cuts, 1):
+        rotation = angles(model, part, torch.arange(start, start + part.shape[1])[None])
+        wanted = kind(part, rotation, past_key_values=plain)[0]
+        close(fast(part, rotation, past_key_values=CacheView(served))[0], wanted)
+        start += part.shape[1]
+        assert plain.state.keys() == served.state.keys()
+        for name, held in plain.state.items():
+            close(served.state[name], held)
+
+
+@pytest.mark.parametrize(
     ("changes", "served"),
     [
         ({}, True),

@@ -11,7 +11,7 @@ from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.vllm_plugin import ARCHITECTURES, register
-from deltanet_hf.vllm_plugin.pages import ALIGNMENT, page_bytes, shared, tensors_in
+from deltanet_hf.vllm_plugin.pages import ALIGNMENT, bytes_of, page_bytes, shared, tensors_in
 from support.tiny_models import mixture_table, tiny_mixture
 
 SHAPES = {
@@ -56,6 +56,17 @@ def test_the_tensors_of_a_page_are_apart_and_fill_it_but_for_its_end() -> None:
         assert (view[1] == 1).all(), name  # no later tensor has overwritten it
         assert (view[0] == 0).all(), name
         assert (view[2] == 0).all(), name
+
+
+def test_the_bytes_of_tensors_are_found_in_their_page() -> None:
+    tensors = {name: torch.randn(3, *one.shape).mul(9).to(one.dtype) for name, one in SHAPES.items()}
+    pages = torch.zeros(3, page_bytes(SHAPES), dtype=torch.int8)
+    rows = bytes_of(tensors, SHAPES)
+    pages[:, : rows.shape[1]] = rows
+    views = tensors_in(pages, SHAPES)
+    for name, view in views.items():
+        assert torch.equal(view, tensors[name]), name
+    assert torch.equal(bytes_of(views, SHAPES), rows)
 
 
 def test_pages_may_be_wider_than_the_state() -> None:

@@ -82,7 +82,8 @@ class QuantisedKVCache:
         turn: cos and sin [B or 1, T, R] by which queries turn back before they meet the sinks outside of their window
             (`sinks_apart.py`); None where sinks are seen as other tokens.
 
-    `state` is that after the call, once `attend` has been called.
+    `state` is that after the call, once `attend` has been called, and `seen` then has the keys and values of a part as
+    later groups see them (the last results of `packed_part`).
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class QuantisedKVCache:
         self._keep_state, self._in_place, self._lengths = keep_state, in_place, lengths
         self._state_indices, self._pages = state_indices, pages
         self._prompt_length, self._cu_seqlens, self._turn = prompt_length, cu_seqlens, turn
+        self.seen: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of the call alone; `attend` puts them into the state."""
@@ -153,11 +155,11 @@ class QuantisedKVCache:
         groups, reach = spec.groups(self._seen + longest), (spec.window, spec.sinks, spec.family_window)
         call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest, spec.edge)
         if self._padding is None:
-            o, lse, cache = packed_part.unchecked(call)
+            o, lse, cache, *seen = packed_part.unchecked(call)
         else:
             tokens = Tokens.of(len(q), length, self._padding, None, old.lengths.long(), q.device)
-            o, lse, cache = attention_by_numbers(call, tokens.numbers.long() - 1)
-        self.state = dict(zip(NAMES, cache.tensors, strict=True))
+            o, lse, cache, *seen = attention_by_numbers(call, tokens.numbers.long() - 1)
+        self.state, self.seen = dict(zip(NAMES, cache.tensors, strict=True)), (seen[0], seen[1])
         return o, lse
 
     def cache_before(self, k: Tensor) -> PackedKeyValues:

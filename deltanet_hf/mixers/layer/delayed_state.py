@@ -91,7 +91,7 @@ def _recalled(
     assert branch is not None
     if left.keys is None or left.values is None:
         assert before is not None
-        memory, still = _memory(mixer, before), q.new_zeros(len(q), 1, mixer.num_states, mixer.head_dim)
+        memory, still = held_memory(mixer, before), q.new_zeros(len(q), 1, mixer.num_states, mixer.head_dim)
         reads = read_only(mixer.mix, mixer.activated(q, still, still)[0], still, gates, memory)
         return reads, {name: before[name] for name in (*memory, SCALE) if name in before}
     parts = mixer.repeated(q.flatten(2), left.keys.flatten(2), left.values.flatten(2))
@@ -105,7 +105,7 @@ def _recalled(
         first = (left.base * branch.edge)[:, None]
         inputs = inputs._replace(
             gates=tuple(by_number(_held(before, i), gate, numbers, first, k.shape[1]) for i, gate in enumerate(gates)),
-            state=None if before is None else _memory(mixer, before),
+            state=None if before is None else held_memory(mixer, before),
         )
         reads, memory = read_leaving(mixer.mix_groups, inputs, numbers, left.base, branch)
     return reads, stored_memory(mixer, memory)
@@ -121,7 +121,7 @@ def _waiting(before: State | None, gates: tuple[Tensor, ...], numbers: Tensor, p
     return {f"gate_{i}": waiting(_held(before, i), gate, numbers, places) for i, gate in enumerate(gates)}
 
 
-def _memory(mixer: Mixer, state: State) -> State:
+def held_memory(mixer: Mixer, state: State) -> State:
     """The state of the rule, as `Mixer.mix` takes it."""
     memory = {name: state[name] for name in mixer.recurrent_shapes()}
     if SCALE in state:
@@ -130,7 +130,7 @@ def _memory(mixer: Mixer, state: State) -> State:
 
 
 def stored_memory(mixer: Mixer, memory: State) -> State:
-    """The state of the rule as the cache keeps it: the inverse of `_memory`."""
+    """The state of the rule as the cache keeps it: the inverse of `held_memory`."""
     if not memory or mixer.settings.state_dtype != "int8":
         return memory
     codes, scale = round_state.unchecked(RoundStateCall(memory["state"].detach()))

@@ -36,7 +36,9 @@ Angles = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class CacheView:
-    """A layer's part of a cache for one call, in the place of a cache among its arguments.
+    """A server's part of a cache for one call of a layer, in the place of a cache among its arguments.
+
+    Its sequences have no padding, so that the layer's number of tokens is theirs.
 
     Attributes:
         layer: has the tensors, and takes those after the call.

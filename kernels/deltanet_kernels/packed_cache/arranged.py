@@ -89,12 +89,22 @@ class ArrangedTokens:
         return PackedKeyValues(*packed, *token_tensors(k, v), self.count.int(), self.key_order)  # type: ignore[call-arg]
 
     def attend(
-        self, q: Tensor, window: int, sinks: int, limit: int, scale: float, softcap: float | None, edge: int
+        self,
+        q: Tensor,
+        restored: tuple[Tensor, Tensor],
+        window: int,
+        sinks: int,
+        limit: int,
+        scale: float,
+        softcap: float | None,
+        edge: int,
     ) -> tuple[Tensor, Tensor]:
-        """The attention of q [B, T, HQ, D], see `PackedPartCall`; a mask says which form of which token it sees."""
+        """The attention of q [B, T, HQ, D], see `PackedPartCall`; a mask says which form of which token it sees.
+
+        `restored` are the keys and values [B, HK, L, D] of `packed`.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
         tokens = self.tokens
-        restored = unpacked(self.packed, tokens[0].dtype, self.key_order)
         length, base = tokens[0].shape[2], self.base[:, None] * GROUP
         token = base + torch.arange(length, device=q.device)
         first = torch.arange(SINKS, device=q.device).expand(len(q), -1)
@@ -133,14 +143,18 @@ class ArrangedTokens:
         return torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
 
 
-def attention_by_numbers(call: PackedPartCall, numbers: Tensor) -> tuple[Tensor, Tensor, PackedKeyValues]:
+def attention_by_numbers(
+    call: PackedPartCall, numbers: Tensor
+) -> tuple[Tensor, Tensor, PackedKeyValues, Tensor, Tensor]:
     """As `packed_part`, of tokens with these numbers [B, T] in their sequences, counted from 0; -1 is padding."""
     arranged = ArrangedTokens.of(call.k, call.v, numbers, call.cache)
-    o, lse = arranged.attend(call.q, *call.reach, call.factor, call.softcap, call.edge)
-    return o, lse, arranged.state(call.groups)
+    restored = unpacked(arranged.packed, call.k.dtype, call.cache.key_order)
+    o, lse = arranged.attend(call.q, restored, *call.reach, call.factor, call.softcap, call.edge)
+    keys, values = (x.transpose(1, 2) for x in restored)
+    return o, lse, arranged.state(call.groups), keys, values
 
 
-def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues]:
+def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues, Tensor, Tensor]:
     """`deltanet_kernels.packed_part` in PyTorch."""
     if call.cu_seqlens is not None:
         return _one_by_one(call, call.cu_seqlens.diff().tolist())
@@ -151,12 +165,12 @@ def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyVa
         cache, keys, values = torch_pack_prompt(PackPromptCall(call.k, call.v, *held))
         rest = min(window, T), sinks, call.factor, call.softcap, call.edge
         prompt = PromptAttentionCall(call.q, call.k, call.v, keys, values, *rest)
-        return *torch_prompt_attention(prompt), cache
+        return *torch_prompt_attention(prompt), cache, keys, values
     places = torch.arange(call.q.shape[1], device=call.q.device)
     return attention_by_numbers(call, call.cache.lengths.long()[:, None] + places)
 
 
-def _one_by_one(call: PackedPartCall, lengths: list[int]) -> tuple[Tensor, Tensor, PackedKeyValues]:
+def _one_by_one(call: PackedPartCall, lengths: list[int]) -> tuple[Tensor, Tensor, PackedKeyValues, Tensor, Tensor]:
     """`torch_packed_part` of sequences in one row."""
     found = [
         torch_packed_part(call._replace(q=q, k=k, v=v, cache=call.cache.with_tensors(cache), cu_seqlens=None))
@@ -164,9 +178,10 @@ def _one_by_one(call: PackedPartCall, lengths: list[int]) -> tuple[Tensor, Tenso
             *(x.split(lengths, dim=1) for x in call[:3]), *(x.split(1) for x in call.cache.tensors), strict=True
         )
     ]
-    outputs, sums, caches = zip(*found, strict=True)
+    outputs, sums, caches, keys, values = zip(*found, strict=True)
     cache = call.cache.with_tensors(map(torch.cat, zip(*(one.tensors for one in caches), strict=True)))
-    return torch.cat(outputs, dim=1), torch.cat(sums, dim=1), cache
+    o, lse, k, v = (torch.cat(x, dim=1) for x in (outputs, sums, keys, values))
+    return o, lse, cache, k, v
 
 
 def _put(filled: Tensor, new: Tensor, places: Tensor) -> Tensor:

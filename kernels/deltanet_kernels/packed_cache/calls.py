@@ -211,8 +211,11 @@ class PackedPartCall(NamedTuple):
         longest: the most tokens of such a sequence.
 
     Returns:
-        o [B, T, HQ, D] in the dtype of q, the log-sum-exp of the scores [B, T, HQ], float32 at least, and the cache
-        after the tokens. What its places without a token hold is 0.
+        o [B, T, HQ, D] in the dtype of q, the log-sum-exp of the scores [B, T, HQ], float32 at least, the cache after
+        the tokens, and keys and values [B, L, HK, D] as queries of later groups see them: those of the groups before
+        the last token, from the first that the old cache may hold, max(0, (n - 1) // 32 - N) after n tokens. Behind
+        these, for the first four tokens, and with `cu_seqlens` they are any finite numbers. What places of the new
+        cache without a token hold is 0.
 
     Raises:
         ValueError: shapes, a window or sinks that do not fit, or gradients are required.

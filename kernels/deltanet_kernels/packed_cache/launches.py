@@ -293,7 +293,8 @@ def _empty_prompt(call: PackPromptCall, old: PackedKeyValues | None = None, star
     sizes = (D, D, 4 * D // BLOCK)
     tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.uint8, device=device) for size in sizes)
     lengths = torch.empty(B, dtype=torch.int32, device=device)
-    seen = (call.k.new_empty(rows, places, HK, D) for _ in range(2))
+    new = call.k.new_empty if old is None else call.k.new_zeros  # a part fills fewer
+    seen = (new(rows, places, HK, D) for _ in range(2))
     return *_groups(B, HK, groups, D, call.bits, device), *tokens, lengths, *seen
 
 
@@ -396,14 +397,14 @@ def _packing(call: PackedPartCall) -> PackPromptCall:
 def _fake_part(call: PackedPartCall):
     q = call.q
     made = _empty_prompt(_packing(call), call.cache, call.cu_seqlens)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:8]
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made
 
 
 @operator(_fake_part)
 def packed_part_op(
     call: PackedPartCall,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o [B, T, HQ, D], lse [B, T, HQ], the tensors of the cache after the tokens, and what later groups see."""
     old = call.cache.with_tensors(x.contiguous() for x in call.cache.tensors)
     before = Before(old, tokens_of(old, call.q.dtype), call.cu_seqlens, call.longest)
     *cache, seen_k, seen_v = _pack_prompt(_packing(call), before)
@@ -411,15 +412,15 @@ def packed_part_op(
     attention = PromptAttentionCall(
         *call[:3], seen_k, seen_v, window, sinks, call.factor, call.softcap, call.edge
     )  # fmt: skip
-    return *_prompt_attention(attention, limit, before), *cache
+    return *_prompt_attention(attention, limit, before), *cache, seen_k, seen_v
 
 
-def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues]:
+def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues, Tensor, Tensor]:
     """`deltanet_kernels.packed_part` in Triton.
 
     Raises:
         NotImplementedError: as `pack_prompt_triton`.
     """
     _supported(call.q.shape[3], call.q.dtype)
-    o, lse, *cache = packed_part_op(call)
-    return o, lse, call.cache.with_tensors(cache)
+    o, lse, *cache, keys, values = packed_part_op(call)
+    return o, lse, call.cache.with_tensors(cache), keys, values
