@@ -34,7 +34,7 @@ from deltanet_hf.mixers.cache.quantised_kv_cache import QuantisedKVCache, quanti
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.delayed_state import SCALE, held_memory, stored_memory
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, wide
-from deltanet_hf.mixers.layer.layer_call import Angles, LayerCall, Projected, whole_angles, window_angles
+from deltanet_hf.mixers.layer.layer_call import Angles, CacheView, LayerCall, Projected, whole_angles, window_angles
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings, branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -78,6 +78,7 @@ class FastPacked:
     """
 
     takes_prompt_length = True
+    has_step = True  # as in `FastMixer`
 
     def __init__(self, attention: Any, may_move: bool) -> None:
         branches = branches_of(attention).values()
@@ -106,12 +107,14 @@ class FastPacked:
         `FastDecoder`."""
         length = hidden_states.shape[1]
         cache = given_cache(past_key_values, kwargs)
-        parts = self._parts(cache)
+        view = cache if isinstance(cache, CacheView) else None
+        parts = self._parts(cache if view is None else view.layer)
         if parts and all(part is None or _is_simple(part, length) for part in parts):
             seen = 0 if parts[0] is None else parts[0].get_seq_length()
             masked = padding_in(attention_mask, padding, length, seen)
-            if masked is None and boundaries_in(cu_seq_lens_q, length, parts[0]) is None:
-                return self._output(hidden_states, position_embeddings, parts, prompt_length), None
+            if masked is None and boundaries_in(cu_seq_lens_q, length, view or parts[0]) is None:
+                calls = [LayerCall(part, None, None, view, prompt_length) for part in parts]
+                return self._output(hidden_states, position_embeddings, calls), None
         return self._module(  # type: ignore[no-any-return]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
@@ -135,23 +138,22 @@ class FastPacked:
         self,
         x: Tensor,
         angles: Angles,
-        parts: Sequence[MixerCacheLayer | None],
-        prompt_length: Tensor | None,
+        calls: Sequence[LayerCall],
     ) -> Tensor:
-        """A prompt or one more token, x [B, T, hidden] -> [B, T, hidden].
+        """A prompt or one more token, x [B, T, hidden] -> [B, T, hidden], with a call for each branch.
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
         outputs = iter(self._project(x))
-        calls = []
-        for heads, readers, part in zip(self._heads, self._readers, parts, strict=True):
+        branches = []
+        for heads, readers, call in zip(self._heads, self._readers, calls, strict=True):
             own = [None if linear is None else next(outputs) for linear in readers]
-            calls.append(functools.partial(heads.attended, x, own, part, angles, prompt_length))
+            branches.append(functools.partial(heads.attended, x, own, angles, call))
         attended = []
-        for part, (output, state) in zip(parts, two_streams(calls, x.device), strict=True):
+        for call, (output, state) in zip(calls, two_streams(branches, x.device), strict=True):
             attended.append(output.flatten(2))
-            if part is not None:
-                part.advance(x.shape[1], state)
+            if call.cache is not None:
+                call.cache.advance(x.shape[1], state)
         first, *others = self._output_layers
         total: Tensor = first(attended[0])
         for layer, one in zip(others, attended[1:], strict=True):
@@ -179,19 +181,17 @@ class FastSoftmaxHeads:
         self,
         x: Tensor,
         outputs: Sequence[Any],
-        cache: MixerCacheLayer | None,
         angles: Angles,
-        prompt_length: Tensor | None,
+        call: LayerCall,
     ) -> tuple[Tensor, State]:
         """The attention [B, T, heads, D] of a prompt or a step, before `o_proj`, and the new state.
 
         Args:
             x: the layer's input [B, T, hidden].
             outputs: of the linear layers that read it, for q, k and v [B, T, heads*D].
-            cache: the heads' part of the cache, which a step changes in place; None for none.
-            prompt_length: as in `FastDecoder`.
+            call: without padding; a step changes its cache in place.
         """
-        attention = self._attention
+        attention, cache = self._attention, call.cache
         q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in outputs)
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         q, k = (y if norm is None else norm(y) for norm, y in zip(norms, (q, k), strict=True))
@@ -204,14 +204,23 @@ class FastSoftmaxHeads:
             q = (q * scale[:, :, None, None]).to(q.dtype)
         if cache is not None and cache.state:
             seen = int(cache.get_seq_length())
-            held = QuantisedKVCache(attention.cache_spec, cache.state, None, seen, in_place=True, turn=turn)
+            held = QuantisedKVCache(
+                attention.cache_spec,
+                cache.state,
+                None,
+                seen,
+                in_place=True,
+                state_indices=call.state_indices,
+                pages=call.pages,
+                turn=turn,
+            )
             output, _ = held.step(q, k, v, attention.scaling, None, *angles)
             return output, held.state
         cos, sin = angles
         q, k, v = (part.flatten(-2) for part in (q, k, v))
         rotated = prompt_inputs.unchecked(PromptInputsCall(q, k, v, attention.head_dim, cos=cos, sin=sin))
-        kept = cache is not None
-        held = QuantisedKVCache(attention.cache_spec, {}, None, keep_state=kept, prompt_length=prompt_length, turn=turn)
+        kept, length = call.keep_state, call.prompt_length
+        held = QuantisedKVCache(attention.cache_spec, {}, None, keep_state=kept, prompt_length=length, turn=turn)
         output, _ = held.attend(rotated.q, rotated.k, rotated.v, attention.scaling, None)
         return output, held.state
 
@@ -237,12 +246,11 @@ class FastDelayedRule(FastDeltaRule):
         self,
         x: Tensor,
         outputs: Sequence[Tensor | None],
-        cache: MixerCacheLayer | None,
         angles: Angles,
-        prompt_length: Tensor | None,
+        call: LayerCall,
     ) -> tuple[Tensor, State]:
         """As `FastSoftmaxHeads.attended`, from the outputs of `readers`."""
-        return self.attend(self.projected(x, outputs), angles, LayerCall(cache, None, None, None, prompt_length))
+        return self.attend(self.projected(x, outputs), angles, call)
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""

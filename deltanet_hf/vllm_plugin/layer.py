@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from deltanet_hf.fast.decoder import fast_mixer
+from deltanet_hf.fast.packed import FastPacked, is_packed
 from deltanet_hf.mixers.attention.family_attention import kind_of
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
@@ -68,6 +69,13 @@ class ServedLayer(nn.Module, ABC):
     def leading(self) -> str:
         """Name of the cache whose step says which tokens a call takes."""
         return self.name
+
+    @cached_property
+    def form(self) -> Any:
+        """The fast form of a mixer or of packed keys, or the layer itself; made once the weights have been loaded."""
+        if kind_of(self.layer).has_state:
+            return fast_mixer(self.layer, may_move=True)
+        return FastPacked(self.layer, may_move=True) if is_packed(self.layer) else self.layer
 
     def compute(self, steps: dict[str, Step], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         """The layer on all tokens x [1, T, hidden] of a step; `steps` has their sequences, by names of caches."""
@@ -135,11 +143,6 @@ class StateLayer(ServedLayer):
     def leading(self) -> str:
         return self.states.name
 
-    @cached_property
-    def form(self) -> Any:
-        """The fast form of a mixer, or the layer itself; made once the weights have been loaded."""
-        return fast_mixer(self.layer, may_move=True) if kind_of(self.layer).has_state else self.layer
-
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         return called(self.form, MixerCacheLayer(), x, position_embeddings)
 
@@ -188,13 +191,13 @@ class PackedLayer(ServedLayer):
         return self.states.name
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        return called(self.layer, None, x, position_embeddings)
+        return called(self.form, None, x, position_embeddings)
 
     def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
         slots, pages = (steps[kept.name].pages[: len(x)] for kept in (self.states, self.groups))
         cache = MixerCacheLayer()
         cache.state, cache.is_initialized = self.groups.tensors | self.states.tensors, True
-        return called(self.layer, CacheView(cache, slots, pages), x, position_embeddings)
+        return called(self.form, CacheView(cache, slots, pages), x, position_embeddings)
 
     def drafted(self, steps: dict[str, Step], draft: SpecTokens) -> dict[str, Step]:
         self.states.copy(draft.before, draft.after)
@@ -212,7 +215,7 @@ class PackedLayer(ServedLayer):
             return self.states.load(page) | self.groups.load(pages, spec.groups(seen))
 
         cache = cache_for(prompts, before)
-        output = called(self.layer, cache, x, position_embeddings, cu_seq_lens_q=prompts.cu_seqlens)
+        output = called(self.form, cache, x, position_embeddings, cu_seq_lens_q=prompts.cu_seqlens)
         state = cache.layer.state
         self.states.store(page, state)
         self.groups.store(pages, slice(spec.groups(seen), spec.groups(seen + max(prompts.lengths))), state)

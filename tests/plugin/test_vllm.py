@@ -216,7 +216,7 @@ def test_what_is_not_served_is_refused_by_name(settings: dict[str, Any], named: 
 
 WINDOW = {"mixer": "window", "window": 40, "sinks": 2}
 STEP = 0.03  # of a log probability: rounding errors in float32 decide which of two steps of 4 bits a number is
-FEW_TIES = 3  # a seed of prompts in which no such decision moves a token
+FEW_TIES, FEW_TIES_REPLAYED = 4, 3  # seeds of prompts in which no such decision moves a token
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -365,7 +365,7 @@ CAPTURED = {
 @pytest.mark.parametrize("table", CAPTURED.values(), ids=CAPTURED)
 def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, captured_steps: EmulatedCapture) -> None:
     """No operation reads a number on the host, and what a step reads and writes stays where it is."""
-    texts = prompts(*LENGTHS, 64, 32, 33, seed=FEW_TIES)
+    texts = prompts(*LENGTHS, 64, 32, 33, seed=FEW_TIES_REPLAYED)
     assert_equal(served_model("llama", table), texts, STEP, **few_pages(40))
     assert 0 < captured_steps.captured < captured_steps.replayed / 4
 
