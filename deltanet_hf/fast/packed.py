@@ -134,12 +134,7 @@ class FastPacked:
         fit = all(part.unmovable is None and (not part.state or "key_codes" in part.state) for part in parts)
         return parts if fit else []
 
-    def _output(
-        self,
-        x: Tensor,
-        angles: Angles,
-        calls: Sequence[LayerCall],
-    ) -> Tensor:
+    def _output(self, x: Tensor, angles: Angles, calls: Sequence[LayerCall]) -> Tensor:
         """A prompt or one more token, x [B, T, hidden] -> [B, T, hidden], with a call for each branch.
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
@@ -177,13 +172,7 @@ class FastSoftmaxHeads:
     def __init__(self, attention: nn.Module) -> None:
         self._attention: Any = with_children(attention, **fast_norms(attention))
 
-    def attended(
-        self,
-        x: Tensor,
-        outputs: Sequence[Any],
-        angles: Angles,
-        call: LayerCall,
-    ) -> tuple[Tensor, State]:
+    def attended(self, x: Tensor, outputs: Sequence[Any], angles: Angles, call: LayerCall) -> tuple[Tensor, State]:
         """The attention [B, T, heads, D] of a prompt or a step, before `o_proj`, and the new state.
 
         Args:
@@ -243,11 +232,7 @@ class FastDelayedRule(FastDeltaRule):
     has_step = True
 
     def attended(
-        self,
-        x: Tensor,
-        outputs: Sequence[Tensor | None],
-        angles: Angles,
-        call: LayerCall,
+        self, x: Tensor, outputs: Sequence[Tensor | None], angles: Angles, call: LayerCall
     ) -> tuple[Tensor, State]:
         """As `FastSoftmaxHeads.attended`, from the outputs of `readers`."""
         return self.attend(self.projected(x, outputs), angles, call)
