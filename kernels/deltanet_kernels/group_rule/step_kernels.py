@@ -1,7 +1,7 @@
 """The kernels of one token beside a state of what has left its window, around the attention in that window.
 
 Where a group leaves, in one of 32 steps, the program of a key head restores its keys and values from their codes and
-writes them, one after the other, into each of its states in registers; then the token's group takes their place.
+writes them, as a chunk of the rule, into each of its states in registers; then the token's group takes their place.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -32,29 +32,48 @@ class Rows(NamedTuple):
 
 
 @triton.jit
+def _inverse(L, i, j):
+    """(I + L)^{-1} for L [32, 32], whose rows and columns have tokens i [32, 1] and j [1, 32], 0 unless j < i.
+
+    By blocks of tokens, as in `gated_delta_rule.solve`.
+    """
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
+    for level in tl.static_range(1, 5):
+        joint = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), L, 0.0)
+        half = tl.dot(inverse, joint, input_precision="tf32x3")
+        inverse -= tl.dot(half, inverse, input_precision="tf32x3")
+    return inverse
+
+
+@triton.jit
 def written_group(
     S, key_codes, key_scales, value_codes, value_scales, g, beta, number, sinks, places,
     H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
     PAIRS: tl.constexpr, out: tl.constexpr,
 ):  # fmt: skip
-    """The state S [D, D], in the order of `restored_group`, after the 32 tokens from this number on.
+    """The state S [D, D], in the order of `restored_group`, after the 32 tokens from this number on, as one chunk.
 
     Codes and scales are those of the group, g and beta the gates of the head that wait.
     """
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
-    token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2
-    k_DR = restored_group(key_codes, key_scales, r, GROUP, D, BITS, ORDERED, PAIRS, out).to(tl.float32)
+    token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2  # in the order that the values have
+    k_DR = restored_group(key_codes, key_scales, token, GROUP, D, BITS, ORDERED, PAIRS, out).to(tl.float32)
     v_RD = restored_group(value_codes, value_scales, d, D, GROUP, BITS, False, PAIRS, out).to(tl.float32)
     k_DR = k_DR * tl.rsqrt(tl.sum(k_DR * k_DR, axis=0) + L2_EPS)[None, :]
-    for t in range(0, GROUP):
-        if number + t >= sinks:
-            at = (number + t) % places * H
-            strength = tl.load(beta + at).to(tl.float32)
-            k_D = tl.sum(tl.where(r[None, :] == t, k_DR, 0.0), axis=1)
-            v_D = tl.sum(tl.where(token[:, None] == t, v_RD, 0.0), axis=0)
-            S = S * tl.exp(tl.load(g + at).to(tl.float32))
-            S += k_D[:, None] * (strength * (v_D - tl.sum(k_D[:, None] * S, axis=0)))[None, :]
-    return S
+    k_RD = tl.trans(k_DR)
+    writes = number + token >= sinks
+    at = (number + token) % places * H
+    g_R = tl.where(writes, tl.load(g + at).to(tl.float32), 0.0)
+    strength = tl.where(writes, tl.load(beta + at).to(tl.float32), 0.0)
+    i, j = token[:, None], token[None, :]
+    decay = tl.sum(tl.where(j <= i, g_R[None, :], 0.0), axis=1)  # of what a token finds
+    total = tl.sum(g_R)
+    KK = tl.dot(k_RD, k_DR, input_precision="tf32x3")
+    between = tl.where(j < i, decay[:, None] - decay[None, :], 0.0)
+    L = tl.where(j < i, strength[:, None] * tl.exp(between) * KK, 0.0)
+    found = tl.dot(k_RD, S, input_precision="tf32x3") * tl.exp(decay)[:, None]
+    new = tl.dot(_inverse(L, i, j), strength[:, None] * (v_RD - found), input_precision="tf32x3")
+    return tl.dot(k_DR * tl.exp(total - decay)[None, :], new, S * tl.exp(total), input_precision="tf32x3")
 
 
 @triton.jit
