@@ -1,7 +1,7 @@
 """The kernels of one token beside a state of what has left its window, around the attention in that window.
 
-Where a group leaves, in one of 32 steps, the program of a key head restores its keys and values from their codes and
-writes them, as a chunk of the rule, into each of its states in registers; then the token's group takes their place.
+Where a group leaves, in one of 32 steps, the program of a state restores its keys and values from their codes and
+writes them, as a chunk of the rule, into the state in registers. The token's group takes their place afterwards.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -83,20 +83,82 @@ def _unit(q, scale):
 
 
 @triton.jit(do_not_specialize=["groups", "sinks"])
-def group_token_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
-    state_indices, q, k, v, cos, sin, turned_q, a, b, A_log, dt_bias, g, beta, state, state_scale, read, groups, sinks,
-    scale, q_row, k_row, v_row, a_row, b_row,
+def group_write_kernel(
+    key_codes, key_scales, value_codes, value_scales, lengths, key_order, state_indices, q, cos, sin, g, beta, state,
+    state_scale, read, groups, sinks, scale, q_row,
     PLACES: tl.constexpr, ROWS: tl.constexpr, HK: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, LIMIT: tl.constexpr,
-    PAIRS: tl.constexpr, COUNT_BITS: tl.constexpr,
+    BITS: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head: writes the group that leaves into its states, and puts the token.
+    """One program per row and state: if a group leaves with the token, writes it into the state.
 
-    If a group leaves, what the token reads goes to read [B, HQ, D] float32, before the state is rounded. Tokens of q,
-    k, v, a and b are x_row elements apart; the rest is as in `put_token`.
+    What the token reads then goes to read [B, HQ, D] float32, before the state is rounded. Tokens of q are q_row
+    elements apart; the rest is as in `put_token`.
     """
     TIMES: tl.constexpr = HEADS * HK // H  # query heads per state
+    r = tl.program_id(0).to(tl.int64)
+    n, own = r // H, r % H
+    h = own // (H // HK)
+    places = GROUP * (groups + 1)  # of the gates that wait
+    if state_indices is None:
+        number = tl.load(lengths + n)  # of the token, from 0
+    else:
+        row = tl.load(state_indices + n).to(tl.int64)
+        number = tl.load(lengths + row * ROWS.LENGTHS)
+        number = tl.where(row > 0, number, 0)
+        g += row * ROWS.G - n * (places * H)
+        beta += row * ROWS.BETA - n * (places * H)
+        state += row * ROWS.STATE - n * (H * D * D)
+        if state_scale is not None:
+            state_scale += row * ROWS.STATE_SCALE - n * (H * D)
+    if (number % GROUP != 0) | (number < places):
+        return
+    d = tl.arange(0, D)
+    channels = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2  # in the order of `restored_group`
+    if key_order is not None:
+        channels = in_order(key_order + h * (2 * D), channels, D)
+    first = number - places
+    place = first // GROUP % groups
+    group = (n * HK + h) * groups + place
+    if state_indices is not None:
+        key_codes, key_scales, value_codes, value_scales, group = in_page(
+            key_codes, key_scales, value_codes, value_scales, state_indices, n, h, place, groups, PLACES
+        )
+    codes = group * (GROUP * D * BITS // 8)
+    rows = r * D + channels
+    at = rows[:, None] * D + d[None, :]
+    S = tl.load(state + at).to(tl.float32)
+    if state_scale is not None:
+        S = S * tl.load(state_scale + rows)[:, None]
+    gates = n * (places * H) + own
+    S = written_group(
+        S, key_codes + codes, key_scales + group * D, value_codes + codes, value_scales + group * D, g + gates,
+        beta + gates, first, sinks, places, H, D, BITS, key_order is not None, PAIRS, q.dtype.element_ty,
+    )  # fmt: skip
+    for m in range(0, TIMES):
+        head = own * TIMES + m
+        q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
+        tl.store(read + (n * (H * TIMES) + head) * D + d, tl.sum(_unit(q_D, scale)[:, None] * S, axis=0))
+    if state_scale is not None:
+        rounded, scale_D = rounded_rows(S)
+        tl.store(state + at, rounded)
+        tl.store(state_scale + rows, scale_D)
+    else:
+        tl.store(state + at, S.to(state.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["groups"])
+def group_token_kernel(
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
+    state_indices, q, k, v, cos, sin, turned_q, a, b, A_log, dt_bias, g, beta, groups, q_row, k_row, v_row, a_row,
+    b_row,
+    PLACES: tl.constexpr, ROWS: tl.constexpr, HK: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, LIMIT: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and key head: puts the token and its gates.
+
+    Tokens of q, k, v, a and b are x_row elements apart; the rest is as in `put_token`.
+    """
     places = GROUP * (groups + 1)  # of the gates that wait
     pair = tl.program_id(0).to(tl.int64)
     n, h = pair // HK, pair % HK
@@ -105,42 +167,6 @@ def group_token_kernel(
     )
     g += n * (places * H) if ROWS is None else row * ROWS.G
     beta += n * (places * H) if ROWS is None else row * ROWS.BETA
-    state += n * (H * D * D) if ROWS is None else row * ROWS.STATE
-    if state_scale is not None:
-        state_scale += n * (H * D) if ROWS is None else row * ROWS.STATE_SCALE
-    if (number % GROUP == 0) & (number >= places):
-        d = tl.arange(0, D)
-        channels = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2  # in the order of `restored_group`
-        if key_order is not None:
-            channels = in_order(key_order + h * (2 * D), channels, D)
-        first = number - places
-        place = first // GROUP % groups
-        kc, ks, vc, vs, group = key_codes, key_scales, value_codes, value_scales, pair * groups + place
-        if state_indices is not None:
-            kc, ks, vc, vs, group = in_page(kc, ks, vc, vs, state_indices, n, h, place, groups, PLACES)
-        codes = group * (GROUP * D * BITS // 8)
-        for i in range(0, H // HK):
-            own = h * (H // HK) + i
-            rows = own * D + channels
-            at = rows[:, None] * D + d[None, :]
-            S = tl.load(state + at).to(tl.float32)
-            if state_scale is not None:
-                S = S * tl.load(state_scale + rows)[:, None]
-            S = written_group(
-                S, kc + codes, ks + group * D, vc + codes, vs + group * D, g + own, beta + own, first, sinks, places,
-                H, D, BITS, key_order is not None, PAIRS, q.dtype.element_ty,
-            )  # fmt: skip
-            for m in range(0, TIMES):
-                head = own * TIMES + m
-                q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
-                tl.store(read + (n * (H * TIMES) + head) * D + d, tl.sum(_unit(q_D, scale)[:, None] * S, axis=0))
-            if state_scale is not None:
-                rounded, scale_D = rounded_rows(S)
-                tl.store(state + at, rounded)
-                tl.store(state_scale + rows, scale_D)
-            else:
-                tl.store(state + at, S.to(state.dtype.element_ty))
-        tl.debug_barrier()  # the group is read before its codes and its first gates are written over
     for i in tl.static_range(H // HK):
         own = h * (H // HK) + i
         x = tl.load(a + n * a_row + own).to(tl.float32) + tl.load(dt_bias + own).to(tl.float32)
