@@ -136,7 +136,7 @@ class GroupStepCall(NamedTuple):
     If the token begins a group, the group that is N + 1 before it leaves: first its tokens, but no sinks, are written
     into S by `chunk_gated_delta_rule`, with the gates that waited for them. Those of the token, g = -exp(A_log)
     softplus(a + dt_bias) and beta = max_strength sigmoid(b), take their place. S, its scales, the gates and the cache
-    change in place. On CUDA these are three kernels, as many as of `packed_step_`.
+    change in place. On CUDA these are four kernels, one more than of `packed_step_`.
 
     Args:
         a, b: logits of the token's gates [B, 1, H]; A_log, dt_bias: [H].

@@ -1,6 +1,6 @@
-"""One token beside a state of what has left its window, on CUDA: the three launches of a window's own step.
+"""One token beside a state of what has left its window, on CUDA: one launch more than of a window's own step.
 
-The first also writes the group that leaves into the state, the last also reads the state and mixes.
+The first writes the group that leaves into the state, and the last also reads the state and mixes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,7 +17,7 @@ from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.common.state_indices import row_size
 from deltanet_kernels.common.token_step import COUNT_BITS
 from deltanet_kernels.group_rule.calls import KEPT, GroupStepCall
-from deltanet_kernels.group_rule.step_kernels import Rows, group_mix_kernel, group_token_kernel
+from deltanet_kernels.group_rule.step_kernels import Rows, group_mix_kernel, group_token_kernel, group_write_kernel
 from deltanet_kernels.packed_cache.launches import CACHE, check_step_supported, in_pairs, places_of, span_parts
 from deltanet_kernels.window.mixture import ALL
 
@@ -41,14 +41,19 @@ def group_step_op_(call: GroupStepCall) -> Tensor:
     )
     read = turned.new_empty(turned.shape, dtype=torch.float32)
     cos, sin = (None if x is None else x.contiguous() for x in (token.cos, token.sin))
+    sizes = dict(
+        PLACES=places_of(cache, pages), ROWS=kept_rows, HK=HK, H=H, HEADS=HQ // HK, D=D, BITS=cache.bits,
+        R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1,
+    )  # fmt: skip
+    launch(
+        group_write_kernel, B * H, cache.key_codes, cache.key_scales, cache.value_codes, cache.value_scales,
+        cache.lengths, cache.key_order, state_indices, q, cos, sin, call.g, call.beta, state, call.state_scale, read,
+        cache.groups, token.sinks, D**-0.5, q_row, **sizes, PAIRS=in_pairs(cache.bits, q), num_warps=warps,
+    )  # fmt: skip
     launch(
         group_token_kernel, B * HK, *cache, state_indices, q, k, v, cos, sin, turned, a, b, call.A_log, call.dt_bias,
-        call.g, call.beta, state, call.state_scale, read, cache.groups, token.sinks, D**-0.5, q_row, k_row, v_row,
-        a_row, b_row,
-        PLACES=places_of(cache, pages), ROWS=kept_rows, HK=HK, H=H, HEADS=HQ // HK, D=D, BITS=cache.bits,
-        BM=power_of_two(HQ // HK, 1), R=0 if cos is None else cos.shape[2],
-        ROPE_ROWS=cos is not None and cos.shape[0] > 1, LIMIT=call.max_strength, PAIRS=in_pairs(cache.bits, q),
-        COUNT_BITS=COUNT_BITS, num_warps=warps,
+        call.g, call.beta, cache.groups, q_row, k_row, v_row, a_row, b_row, **sizes, BM=power_of_two(HQ // HK, 1),
+        LIMIT=call.max_strength, COUNT_BITS=COUNT_BITS, num_warps=4,
     )  # fmt: skip
     parts, weights = span_parts(token._replace(q=turned).attention, state_indices, pages)
     z, z_row = (None, 0) if z is None else rows(z)

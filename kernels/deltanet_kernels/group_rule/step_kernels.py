@@ -1,7 +1,7 @@
 """The kernels of one token beside a state of what has left its window, around the attention in that window.
 
-Where a group leaves, in one of 32 steps, the program of a key head restores its keys and values from their codes and
-writes them, one after the other, into each of its states in registers; then the token's group takes their place.
+Where a group leaves, in one of 32 steps, the program of a state restores its keys and values from their codes and
+writes them, as a chunk of the rule, into the state in registers. The token's group takes their place afterwards.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -32,29 +32,48 @@ class Rows(NamedTuple):
 
 
 @triton.jit
+def _inverse(L, i, j):
+    """(I + L)^{-1} for L [32, 32], whose rows and columns have tokens i [32, 1] and j [1, 32], 0 unless j < i.
+
+    By blocks of tokens, as in `gated_delta_rule.solve`.
+    """
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
+    for level in tl.static_range(1, 5):
+        joint = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), L, 0.0)
+        half = tl.dot(inverse, joint, input_precision="tf32x3")
+        inverse -= tl.dot(half, inverse, input_precision="tf32x3")
+    return inverse
+
+
+@triton.jit
 def written_group(
     S, key_codes, key_scales, value_codes, value_scales, g, beta, number, sinks, places,
     H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
     PAIRS: tl.constexpr, out: tl.constexpr,
 ):  # fmt: skip
-    """The state S [D, D], in the order of `restored_group`, after the 32 tokens from this number on.
+    """The state S [D, D], in the order of `restored_group`, after the 32 tokens from this number on, as one chunk.
 
     Codes and scales are those of the group, g and beta the gates of the head that wait.
     """
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
-    token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2
-    k_DR = restored_group(key_codes, key_scales, r, GROUP, D, BITS, ORDERED, PAIRS, out).to(tl.float32)
+    token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2  # in the order that the values have
+    k_DR = restored_group(key_codes, key_scales, token, GROUP, D, BITS, ORDERED, PAIRS, out).to(tl.float32)
     v_RD = restored_group(value_codes, value_scales, d, D, GROUP, BITS, False, PAIRS, out).to(tl.float32)
     k_DR = k_DR * tl.rsqrt(tl.sum(k_DR * k_DR, axis=0) + L2_EPS)[None, :]
-    for t in range(0, GROUP):
-        if number + t >= sinks:
-            at = (number + t) % places * H
-            strength = tl.load(beta + at).to(tl.float32)
-            k_D = tl.sum(tl.where(r[None, :] == t, k_DR, 0.0), axis=1)
-            v_D = tl.sum(tl.where(token[:, None] == t, v_RD, 0.0), axis=0)
-            S = S * tl.exp(tl.load(g + at).to(tl.float32))
-            S += k_D[:, None] * (strength * (v_D - tl.sum(k_D[:, None] * S, axis=0)))[None, :]
-    return S
+    k_RD = tl.trans(k_DR)
+    writes = number + token >= sinks
+    at = (number + token) % places * H
+    g_R = tl.where(writes, tl.load(g + at).to(tl.float32), 0.0)
+    strength = tl.where(writes, tl.load(beta + at).to(tl.float32), 0.0)
+    i, j = token[:, None], token[None, :]
+    decay = tl.sum(tl.where(j <= i, g_R[None, :], 0.0), axis=1)  # of what a token finds
+    total = tl.sum(g_R)
+    KK = tl.dot(k_RD, k_DR, input_precision="tf32x3")
+    between = tl.where(j < i, decay[:, None] - decay[None, :], 0.0)
+    L = tl.where(j < i, strength[:, None] * tl.exp(between) * KK, 0.0)
+    found = tl.dot(k_RD, S, input_precision="tf32x3") * tl.exp(decay)[:, None]
+    new = tl.dot(_inverse(L, i, j), strength[:, None] * (v_RD - found), input_precision="tf32x3")
+    return tl.dot(k_DR * tl.exp(total - decay)[None, :], new, S * tl.exp(total), input_precision="tf32x3")
 
 
 @triton.jit
@@ -64,20 +83,82 @@ def _unit(q, scale):
 
 
 @triton.jit(do_not_specialize=["groups", "sinks"])
-def group_token_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
-    state_indices, q, k, v, cos, sin, turned_q, a, b, A_log, dt_bias, g, beta, state, state_scale, read, groups, sinks,
-    scale, q_row, k_row, v_row, a_row, b_row,
+def group_write_kernel(
+    key_codes, key_scales, value_codes, value_scales, lengths, key_order, state_indices, q, cos, sin, g, beta, state,
+    state_scale, read, groups, sinks, scale, q_row,
     PLACES: tl.constexpr, ROWS: tl.constexpr, HK: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, LIMIT: tl.constexpr,
-    PAIRS: tl.constexpr, COUNT_BITS: tl.constexpr,
+    BITS: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head: writes the group that leaves into its states, and puts the token.
+    """One program per row and state: if a group leaves with the token, writes it into the state.
 
-    If a group leaves, what the token reads goes to read [B, HQ, D] float32, before the state is rounded. Tokens of q,
-    k, v, a and b are x_row elements apart; the rest is as in `put_token`.
+    What the token reads then goes to read [B, HQ, D] float32, before the state is rounded. Tokens of q are q_row
+    elements apart; the rest is as in `put_token`.
     """
     TIMES: tl.constexpr = HEADS * HK // H  # query heads per state
+    r = tl.program_id(0).to(tl.int64)
+    n, own = r // H, r % H
+    h = own // (H // HK)
+    places = GROUP * (groups + 1)  # of the gates that wait
+    if state_indices is None:
+        number = tl.load(lengths + n)  # of the token, from 0
+    else:
+        row = tl.load(state_indices + n).to(tl.int64)
+        number = tl.load(lengths + row * ROWS.LENGTHS)
+        number = tl.where(row > 0, number, 0)
+        g += row * ROWS.G - n * (places * H)
+        beta += row * ROWS.BETA - n * (places * H)
+        state += row * ROWS.STATE - n * (H * D * D)
+        if state_scale is not None:
+            state_scale += row * ROWS.STATE_SCALE - n * (H * D)
+    if (number % GROUP != 0) | (number < places):
+        return
+    d = tl.arange(0, D)
+    channels = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2  # in the order of `restored_group`
+    if key_order is not None:
+        channels = in_order(key_order + h * (2 * D), channels, D)
+    first = number - places
+    place = first // GROUP % groups
+    group = (n * HK + h) * groups + place
+    if state_indices is not None:
+        key_codes, key_scales, value_codes, value_scales, group = in_page(
+            key_codes, key_scales, value_codes, value_scales, state_indices, n, h, place, groups, PLACES
+        )
+    codes = group * (GROUP * D * BITS // 8)
+    rows = r * D + channels
+    at = rows[:, None] * D + d[None, :]
+    S = tl.load(state + at).to(tl.float32)
+    if state_scale is not None:
+        S = S * tl.load(state_scale + rows)[:, None]
+    gates = n * (places * H) + own
+    S = written_group(
+        S, key_codes + codes, key_scales + group * D, value_codes + codes, value_scales + group * D, g + gates,
+        beta + gates, first, sinks, places, H, D, BITS, key_order is not None, PAIRS, q.dtype.element_ty,
+    )  # fmt: skip
+    for m in range(0, TIMES):
+        head = own * TIMES + m
+        q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
+        tl.store(read + (n * (H * TIMES) + head) * D + d, tl.sum(_unit(q_D, scale)[:, None] * S, axis=0))
+    if state_scale is not None:
+        rounded, scale_D = rounded_rows(S)
+        tl.store(state + at, rounded)
+        tl.store(state_scale + rows, scale_D)
+    else:
+        tl.store(state + at, S.to(state.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["groups"])
+def group_token_kernel(
+    key_codes, key_scales, value_codes, value_scales, keys, values, token_scales, lengths, key_order,
+    state_indices, q, k, v, cos, sin, turned_q, a, b, A_log, dt_bias, g, beta, groups, q_row, k_row, v_row, a_row,
+    b_row,
+    PLACES: tl.constexpr, ROWS: tl.constexpr, HK: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, LIMIT: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and key head: puts the token and its gates.
+
+    Tokens of q, k, v, a and b are x_row elements apart; the rest is as in `put_token`.
+    """
     places = GROUP * (groups + 1)  # of the gates that wait
     pair = tl.program_id(0).to(tl.int64)
     n, h = pair // HK, pair % HK
@@ -86,42 +167,6 @@ def group_token_kernel(
     )
     g += n * (places * H) if ROWS is None else row * ROWS.G
     beta += n * (places * H) if ROWS is None else row * ROWS.BETA
-    state += n * (H * D * D) if ROWS is None else row * ROWS.STATE
-    if state_scale is not None:
-        state_scale += n * (H * D) if ROWS is None else row * ROWS.STATE_SCALE
-    if (number % GROUP == 0) & (number >= places):
-        d = tl.arange(0, D)
-        channels = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2  # in the order of `restored_group`
-        if key_order is not None:
-            channels = in_order(key_order + h * (2 * D), channels, D)
-        first = number - places
-        place = first // GROUP % groups
-        kc, ks, vc, vs, group = key_codes, key_scales, value_codes, value_scales, pair * groups + place
-        if state_indices is not None:
-            kc, ks, vc, vs, group = in_page(kc, ks, vc, vs, state_indices, n, h, place, groups, PLACES)
-        codes = group * (GROUP * D * BITS // 8)
-        for i in range(0, H // HK):
-            own = h * (H // HK) + i
-            rows = own * D + channels
-            at = rows[:, None] * D + d[None, :]
-            S = tl.load(state + at).to(tl.float32)
-            if state_scale is not None:
-                S = S * tl.load(state_scale + rows)[:, None]
-            S = written_group(
-                S, kc + codes, ks + group * D, vc + codes, vs + group * D, g + own, beta + own, first, sinks, places,
-                H, D, BITS, key_order is not None, PAIRS, q.dtype.element_ty,
-            )  # fmt: skip
-            for m in range(0, TIMES):
-                head = own * TIMES + m
-                q_D = turned(q + n * q_row + head * D, cos, sin, n, channels, channels < D, R, ROPE_ROWS)
-                tl.store(read + (n * (H * TIMES) + head) * D + d, tl.sum(_unit(q_D, scale)[:, None] * S, axis=0))
-            if state_scale is not None:
-                rounded, scale_D = rounded_rows(S)
-                tl.store(state + at, rounded)
-                tl.store(state_scale + rows, scale_D)
-            else:
-                tl.store(state + at, S.to(state.dtype.element_ty))
-        tl.debug_barrier()  # the group is read before its codes and its first gates are written over
     for i in tl.static_range(H // HK):
         own = h * (H // HK) + i
         x = tl.load(a + n * a_row + own).to(tl.float32) + tl.load(dt_bias + own).to(tl.float32)
