@@ -153,6 +153,17 @@ def group(dtype: str, K: int, T: int, heads: Heads, segments: int) -> None:
 
 
 @each(
+    lambda dtype, K, heads, _: f"group-row-{dtype}-{K}-{'.'.join(map(str, heads))}",
+    ("bf16", 128, (2, 4, 2), 1), ("bf16", 64, (1, 3, 1), 8), ("fp32", 64, (1, 1, 2), 1),
+)  # fmt: skip
+@torch.no_grad()
+def group_row(dtype: str, K: int, heads: Heads, segments: int) -> None:
+    inputs = rule_inputs(400, heads, K, K, DTYPES[dtype], False, True)
+    call = GroupRuleCall(**{name: x for name, x in inputs.items() if name in GroupRuleCall._fields})
+    chunk_group_triton(call._replace(initial_state=None, output_final_state=True), segments)
+
+
+@each(
     lambda dtype, K, _: f"recurrent-{dtype}-{K}",
     ("bf16", 128, (2, 2, 2)), ("fp32", 64, (1, 2, 4)), ("fp16", 16, (1, 4, 2)),
 )  # fmt: skip
@@ -347,6 +358,19 @@ def packed_prompt(dtype: str, D: int, HQ: int, bits: int, sinks: int, cap: float
         rest = waiting, waiting, *state, logit, slope, slope, token[0], torch.zeros(HQ, D)
         for one in (beside, beside._replace(state_indices=state_indices)):
             group_step_triton_(GroupStepCall(a, a, gate, gate, one, *rest))
+
+
+@each(
+    lambda dtype, D, HQ, bits, sinks: f"packed-row-{dtype}-{D}-{bits}-{sinks}",
+    ("bf16", 64, 6, 4, 4), ("bf16", 128, 8, 4, 4), ("bf16", 256, 4, 8, 0), ("fp32", 64, 6, 8, 0),
+)  # fmt: skip
+def packed_row(dtype: str, D: int, HQ: int, bits: int, sinks: int) -> None:
+    q, k, v = (torch.zeros(1, 400, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2))
+    row = torch.tensor([0, 150, 400], dtype=torch.int32), 250
+    _, *seen = pack_prompt_triton(PackPromptCall(k, v, bits, 6, None, None, *row))
+    prompt_attention_triton(PromptAttentionCall(q, k, v, *seen, 193, sinks, D**-0.5, None, 32, *row))
+    logits, gate = torch.zeros(1, 400, 2, dtype=DTYPES[dtype]), torch.zeros(2)
+    group_gates_triton(GroupGatesCall(logits, logits, gate, gate, 6, sinks, None, 1, *row))
 
 
 if __name__ == "__main__":

@@ -239,8 +239,8 @@ class FastDelayedRule(FastDeltaRule):
 
     def attend(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> tuple[Tensor, State]:
         """As in the base class; a step changes the state in the cache in place."""
-        if call.padding is None and call.cu_seqlens is None:
-            if call.state is None:
+        if call.padding is None:
+            if call.state is None and (call.cu_seqlens is None or call.lengths is not None):
                 return self._prompt(projected, position_embeddings, call)
             if projected.x.shape[1] == 1 and call.cache is not None and call.cache.may_change:
                 return self._step(projected, position_embeddings, call), call.cache.state
@@ -252,21 +252,27 @@ class FastDelayedRule(FastDeltaRule):
         self, projected: Projected, position_embeddings: Angles | None, call: LayerCall
     ) -> tuple[Tensor, State]:
         """`attend` of whole sequences [B, T, ...]: the window's attention, then the reads of all groups but the first N
-        [B, T - 32 N, HO, D], and the mixture of both."""
-        branch, length = self.window_branch, call.prompt_length
+        [B, T - 32 N, HO, D], and the mixture of both.
+
+        In a row of several sequences, the queries of the first N groups of a later one read the state of the one before
+        it; nothing of that enters the mixture.
+        """
+        branch, length, bounds, longest = self.window_branch, call.prompt_length, call.cu_seqlens, call.longest
         assert branch is not None
         assert position_embeddings is not None
         q, k, v, turn = self._rotated(projected, position_embeddings, call)
-        k, v, seen, kept = quantised_prompt(branch.cache_spec, k, v, call.keep_state, length)
-        window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn), None)
+        k, v, seen, kept = quantised_prompt(branch.cache_spec, k, v, call.keep_state, length, bounds, longest)
+        numbers = None if bounds is None else branch.tokens(q, call).numbers
+        window_output = WindowOutput(*branch.attend_rounded(q, k, v, seen, turn, bounds, longest), numbers)
 
         logits, hidden = self.step_gates(projected)[:4], branch.window - 1
-        gating = GroupGatesCall(*logits, branch.groups, branch.sinks, length, self.max_strength)  # type: ignore[arg-type]
-        g, beta, *waiting = group_gates.unchecked(gating)
+        rest = branch.groups, branch.sinks, length, self.max_strength, bounds, longest
+        g, beta, *waiting = group_gates.unchecked(GroupGatesCall(*logits, *rest))  # type: ignore[arg-type]
         if g.shape[1]:
-            reads, memory = self._reads(q[:, hidden:], seen, g, beta, None, call.keep_state)
+            bounds = None if bounds is None else bounds.clamp_max(g.shape[1])
+            reads, memory = self._reads(q[:, hidden:], seen, g, beta, None, call.keep_state, bounds)
         else:
-            reads, memory = q[:, :0], g.new_zeros(len(q), *self.state_shape().shape)
+            reads, memory = q[:, :0], g.new_zeros(len(waiting[0]), *self.state_shape().shape)
         output = mixture(branch, projected.mixing_logits, window_output, reads, projected.gate, self.norm)  # type: ignore[arg-type]
         if not call.keep_state:
             return output, {}
@@ -326,13 +332,20 @@ class FastDelayedRule(FastDeltaRule):
         return q, k, v, turn
 
     def _reads(
-        self, q: Tensor, seen: tuple[Tensor, Tensor], g: Tensor, beta: Tensor, memory: Tensor | None, keep_state: bool
+        self,
+        q: Tensor,
+        seen: tuple[Tensor, Tensor],
+        g: Tensor,
+        beta: Tensor,
+        memory: Tensor | None,
+        keep_state: bool,
+        bounds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The rule on as many keys and values as there are gates, from the first that are `seen`: the reads of q, and
         the state after them."""
         keys, values = (part[:, : g.shape[1]].flatten(2) for part in seen)
         read, keys, values = map(self.split_heads, self.repeated(q.flatten(2), keys, values))
-        rule = GroupRuleCall(read, keys, values, g, beta, None, memory, keep_state, True)
+        rule = GroupRuleCall(read, keys, values, g, beta, None, memory, keep_state, True, bounds)
         return chunk_group_gated_delta_rule.unchecked(rule)
 
     def _step(self, projected: Projected, position_embeddings: Angles | None, call: LayerCall) -> Tensor:

@@ -19,7 +19,7 @@ class WindowOutput(NamedTuple):
 
     output: Tensor  # [B, T, HQ, D]
     lse: Tensor  # [B, T, HQ] float32
-    numbers: Tensor | None  # [B, T] or [1, T], of the tokens, from 1; None without padding, from the first token on
+    numbers: Tensor | None  # [B, T] or [1, T], of the tokens, from 1; None for 1, 2, 3, ... in each row
 
 
 def window_attended(

@@ -34,15 +34,6 @@ class Prompts:
     cu_seqlens: Tensor | None  # [N + 1] int32 boundaries of the sequences in these tokens, if there are several
     lengths: tuple[int, ...]  # of their new tokens
 
-    def apart(self) -> Iterator[Prompts]:
-        """The same, with a sequence per call."""
-        first = self.tokens.start
-        for sequence, length in enumerate(self.lengths, self.sequences.start):
-            if length:  # others stand for no sequence
-                tokens = slice(first, first + length)
-                yield Prompts(tokens, slice(sequence, sequence + 1), self.seen, None, (length,))
-            first += length
-
 
 @dataclass(frozen=True)
 class SpecTokens:

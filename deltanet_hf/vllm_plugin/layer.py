@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -86,7 +85,7 @@ class ServedLayer(nn.Module, ABC):
             outputs.append((tokens, self._rows(steps, x, position_embeddings, tokens)))
         for draft in step.drafts:
             outputs.append((draft.tokens, self._rows(self.drafted(steps, draft), x, position_embeddings, draft.tokens)))
-        for prompts in self.calls(step.prompts):
+        for prompts in step.prompts:
             angles = None if position_embeddings is None else [part[:, prompts.tokens] for part in position_embeddings]
             outputs.append((prompts.tokens, self.several_tokens(steps, prompts, x[:, prompts.tokens], angles)))
         if len(outputs) == 1 and not step.drafts:
@@ -102,10 +101,6 @@ class ServedLayer(nn.Module, ABC):
         """The layer on these tokens [1, B, hidden] of a step, each of a sequence of its own."""
         angles = None if position_embeddings is None else [part[0, tokens, None] for part in position_embeddings]
         return self.one_token(steps, x[0, tokens, None], angles).transpose(0, 1)
-
-    def calls(self, prompts: Sequence[Prompts]) -> Iterable[Prompts]:
-        """The prompts of a step, by the calls that take them."""
-        return prompts
 
     @abstractmethod
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
@@ -156,12 +151,6 @@ class StateLayer(ServedLayer):
         output = called(self.form, cache, x, position_embeddings)
         self.states.store(pages, cache.state)
         return output
-
-    def calls(self, prompts: Sequence[Prompts]) -> Iterable[Prompts]:
-        """One by one where the state is of what has left a window: packed rows keep none."""
-        if not getattr(self.layer, "delays", False):
-            return prompts
-        return itertools.chain.from_iterable(some.apart() for some in prompts)
 
     def drafted(self, steps: dict[str, Step], draft: SpecTokens) -> dict[str, Step]:
         self.states.copy(draft.before, draft.after)

@@ -43,6 +43,12 @@ CASES = [
     Case("beta=0", T=100, beta="zero"),
     Case("beta=2 on equal keys, gated", T=130, H=2, beta="two", keys="equal", condition=5),
 ]
+PACKED = [
+    Case("packed, empty and single", T=165, H=2, cu_seqlens=(0, 0, 1, 2, 2, 33, 66, 98, 162, 165, 165)),
+    Case("packed, shorter and longer", T=140, H=2, cu_seqlens=(0, 31, 95, 140)),
+    Case("packed, query heads share a state", T=225, HQ=3, K=24, V=20, cu_seqlens=(0, 97, 97, 225), g="last"),
+    Case("packed, value heads share key heads", T=100, H=1, HV=2, cu_seqlens=(0, 64, 100), initial_state=False),
+]
 INTERPRETED = {
     "T=33": (64,), "query heads share a state": (32, 64), "value heads share key heads": (64,),
     "no norm, no state, scale": (32,), "closed at a chunk's last token": (64,), "g=-inf": (32, 64), "beta=0": (64,),
@@ -66,7 +72,7 @@ def truth_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
     return results(naive_group_gated_delta_rule, as_double(arguments(case, dtype)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *PACKED], ids=str)
 def test_pytorch(case: Case) -> None:
     assert_close(results(pytorch, arguments(case, torch.float64)), truth_of(case, torch.float64), 1e-11)
     assert_close(results(pytorch, arguments(case)), truth_of(case), 2e-6 * case.condition)
@@ -105,6 +111,21 @@ def in_chunks_of(C: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton(case: Case, C: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_chunks_of(C, monkeypatch)
     assert_close(results(triton, arguments(case, torch.float32, DEVICE)), truth_of(case), 2e-6 * case.condition)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("C", [32, 64])
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_sequences_in_one_row(case: Case, C: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut into segments too; gradients are those of PyTorch."""
+    in_chunks_of(C, monkeypatch)
+    given = arguments(case, torch.float32, DEVICE)
+    with pytest.raises(NotImplementedError, match="gradients of packed sequences"):
+        triton(**given)
+    with torch.no_grad():
+        for form in (segmented, triton):
+            found = dict(zip(("o", "final_state"), form(**given), strict=True))
+            assert_close(found, {name: truth_of(case)[name] for name in found}, 2e-6)
 
 
 @pytest.mark.parametrize("T", [100, 128])

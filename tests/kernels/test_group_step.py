@@ -194,14 +194,29 @@ def test_what_is_refused() -> None:
         ({"max_strength": 3}, ValueError, "max_strength: got 3, needs 1 or 2"),
     ]
     assert_refused(lambda **changes: group_gated_delta_step_(*call._replace(**changes)), rows)
+    bounds = torch.tensor([0, 2])
+    logits = torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.zeros(1), torch.zeros(1)
+    with pytest.raises(ValueError, match="length: got a tensor beside cu_seqlens, needs None"):
+        group_gates(*logits, 1, 4, torch.tensor([1]), cu_seqlens=bounds, longest=2)
+    with pytest.raises(ValueError, match="longest: got 3, needs the most tokens of a sequence"):
+        group_gates(*logits, 1, 4, cu_seqlens=bounds, longest=3)
     with pytest.raises(ValueError, match="groups: got -1, needs at least 0"):
         group_gates(gates, gates, gates[0, 0], gates[0, 0], -1, 4)
 
 
 def test_the_operators_are_registered_consistently() -> None:
+    from deltanet_kernels.group_rule.chunk import GroupForward, group_forward
+    from deltanet_kernels.group_rule.gates import group_gates_op
     from deltanet_kernels.group_rule.round_state import round_state_op
     from deltanet_kernels.group_rule.step import group_step_op_
 
+    x, gate = torch.randn(1, 70, 2, 16, device=DEVICE), torch.zeros(1, 70, 2, device=DEVICE)
+    row = torch.tensor([0, 30, 70], device=DEVICE)
+    for bounds in (None, row):
+        gates = gate, gate, gate[0, 0], gate[0, 0], 1, 4, None, 1, bounds, 40
+        torch.library.opcheck(group_gates_op.op, gates)
+        forward = GroupForward(x, x, x, gate, gate, None, 0.25, True, True, False, 1, bounds)
+        torch.library.opcheck(group_forward.op, group_forward.flat(forward))
     torch.library.opcheck(round_state_op.op, (torch.randn(1, 2, 3, 4, device=DEVICE),))
     torch.library.opcheck(group_step_op_.op, group_step_op_.flat(copied(step(tokens=(96,)), DEVICE)))
 
@@ -249,3 +264,29 @@ def test_the_gates_of_a_prompt(T: int, groups: int, length: int | None, poisoned
     for n in range(max(0, last - places), last):
         torch.testing.assert_close(waiting[:, n % places], strength[:, n])
     assert int((waiting != 0).any(-1).sum()) == 2 * min(last, places)
+
+
+@pytest.mark.usefixtures("rounding_to_nearest")
+@pytest.mark.parametrize("by", [by_pytorch, by_triton])
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_the_gates_of_sequences_in_one_row(by: Any, groups: int, poisoned_memory: None) -> None:
+    """As of each alone; those of tokens in a window, and of sinks, are 0."""
+    lengths = (1, 129, 0, 33, 3, 32, 31, 97, 2)
+    make = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(1, sum(lengths), 12, generator=make).to(DEVICE)[..., :9] for _ in range(2))
+    gate = [torch.randn(9, generator=make).to(DEVICE) for _ in range(2)]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
+    *written, waiting_g, waiting_beta = by(group_gates)(a, b, *gate, groups, 4, None, 2, bounds, 129)
+    assert written[0].shape == written[1].shape == (1, sum(lengths) - 32 * groups, 9)
+    for n, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+        held = waiting_g[n : n + 1], waiting_beta[n : n + 1]
+        if not length:
+            assert not any(x.any() for x in held)
+            continue
+        own = slice(start, start + length)
+        *alone, wait_g, wait_beta = by(group_gates)(a[:, own], b[:, own], *gate, groups, 4, None, 2)
+        assert torch.equal(held[0], wait_g)
+        assert torch.equal(held[1], wait_beta)
+        for ours, theirs in zip(written, alone, strict=True):
+            assert torch.equal(ours[:, own][:, : theirs.shape[1]], theirs)
+            assert not ours[:, own][:, theirs.shape[1] :].any()

@@ -367,6 +367,47 @@ def test_a_prompt_with_padding(by: Any, length: int, poisoned_memory: None) -> N
 
 
 @both
+@pytest.mark.parametrize(("window", "sinks", "edge"), [(165, 0, 1), (40, 4, 1), (33, 4, 32)])
+def test_prompts_in_one_row(by: Any, window: int, sinks: int, edge: int, poisoned_memory: None) -> None:
+    """As each alone; on CUDA one may have no tokens, and tokens behind the last belong to none."""
+    lengths = (2, 65, 1, 32, 0 if by is by_triton else 3, 31, 33)
+    q, k, v = (x.transpose(1, 2) for x in tokens(168 if by is by_triton else sum(lengths), 64, torch.float32, 1))
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+    order = key_order(64)
+    for groups in (None, 2, 5):
+        made, *seen = by(pack_prompt)(k, v, 4, groups, None, order, bounds, 65)
+        out, lse = by(prompt_attention)(q, k, v, *seen, window, sinks, 0.2, None, edge, bounds, 65)
+        assert all(x.isfinite().all() for x in seen)
+        for row, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+            if not length:
+                assert not made.lengths[row]
+                assert not any(x[row].any() for x in made[:6])
+                continue
+            own = slice(start, start + length)
+            alone, *later = by(pack_prompt)(k[:, own], v[:, own], 4, 2 if groups is None else groups, None, order)
+            for name, x, other in zip(made._fields, made.tensors, alone.tensors, strict=False):
+                assert torch.equal(x[row : row + 1], other), (name, row)
+            for x, other in zip(seen, later, strict=True):
+                assert torch.equal(x[:, own][:, : other.shape[1]], other), row
+            wanted = by(prompt_attention)(*(x[:, own] for x in (q, k, v)), *later, window, sinks, 0.2, None, edge)
+            torch.testing.assert_close(out[:, own], wanted[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(lse[:, own], wanted[1], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_refused_of_a_row() -> None:
+    q, k, v = (x.transpose(1, 2) for x in tokens(40, 64, torch.float32, 1))
+    bounds = torch.tensor([0, 8, 40], device=DEVICE)
+    with pytest.raises(ValueError, match="longest: got 41, needs the most tokens of a sequence"):
+        pack_prompt(k, v, 4, cu_seqlens=bounds, longest=41)
+    with pytest.raises(ValueError, match="length: got a tensor beside cu_seqlens, needs None"):
+        pack_prompt(k, v, 4, length=bounds[:1], cu_seqlens=bounds, longest=32)
+    with pytest.raises(ValueError, match=r"keys: got shape .* needs .* = \[1, 40, 2, 64\]"):
+        prompt_attention(q, k, v, k[:, :32], v[:, :32], 40, 0, 0.2, cu_seqlens=bounds, longest=32)
+    with pytest.raises(ValueError, match="prompt_attention has no gradients"):
+        prompt_attention(q, k.clone().requires_grad_(), v, k, v, 40, 0, 0.2, cu_seqlens=bounds, longest=32)
+
+
+@both
 @pytest.mark.parametrize(
     ("order", "dtype"), [(None, torch.float16), (key_order(64), torch.bfloat16)], ids=["", "ordered"]
 )
@@ -399,9 +440,14 @@ def test_the_operators_are_registered_consistently() -> None:
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4, order))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     torch.library.opcheck(launches.round_tokens_op.op, tuple(x.clone().requires_grad_() for x in (k, v)))
-    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None, order))
+    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None, order, None, 0))
+    row = torch.tensor([0, 3, 40], device=DEVICE), 37
+    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None, order, *row))
+    torch.library.opcheck(launches.prompt_attention_op.op, (q, k, v, k, v, 20, 4, 0.2, None, 32, *row))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(launches.prompt_attention_op.op, (*leaves, k[:, :32], v[:, :32], 20, 4, 0.2, None, 32))
+    torch.library.opcheck(
+        launches.prompt_attention_op.op, (*leaves, k[:, :32], v[:, :32], 20, 4, 0.2, None, 32, None, 0)
+    )
     new = [x[:, 5:8] for x in (q, k, v)]
     part = PackedPartCall(*new, cache, 1, 64, 4, 64, edge=32)
     packed = part._replace(cu_seqlens=torch.tensor([0, 3], device=DEVICE), longest=3, edge=1)

@@ -227,6 +227,51 @@ def test_sequences_in_one_row() -> None:
     close(ours, theirs)
 
 
+BEGIN = {
+    "short and long": (1, 100, 31, 32, 33, 3, 140, 65, 2),
+    "no group has left": (32, 1, 64, 3),
+    "fewer than a window": (20, 5),
+    "longer than all windows before": (5, 197, 40),
+}
+
+
+@pytest.mark.parametrize("lengths", BEGIN.values(), ids=BEGIN)
+@pytest.mark.parametrize(
+    ("mixer", "changes"),
+    [
+        *((mixer, {}) for mixer in DELAYING),
+        *(("gated_deltanet", {"bits": bits, "window": window}) for bits in (16, 8, 4) for window in (33, 65)),
+        ("gated_deltanet", {"bits": 4, "state_dtype": "int8", "expand_kv": True}),
+        ("gated_deltanet", {"window": 1}),
+        ("gated_deltanet", {"window": 1, "bits": 4, "state_dtype": "bfloat16"}),
+        ("kda", {"bits": 8}),
+        ("gated_deltanet", {"family": "gpt_oss", "bits": 4}),
+        ("gated_deltanet", {"family": "gemma2", "bits": 4, "window": 97}),
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_prompts_that_begin_in_one_row(mixer: str, changes: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """As a server reads them, by the layer and by its fast form: output and state of each as of it alone."""
+    model, kind = layer(mixer, **changes)
+    x, bounds = inputs(sum(lengths), 1), torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rotation = angles(model, x, torch.cat([torch.arange(length) for length in lengths])[None])
+    alone = [MixerCacheLayer() for _ in lengths]
+    prompts = zip(x.split(lengths, 1), alone, strict=True)
+    wanted = torch.cat([kind(part, angles(model, part), past_key_values=cache)[0] for part, cache in prompts], 1)
+    for form in (kind, fast_mixer(kind, False)):
+        together = MixerCacheLayer()
+        view = CacheView(together, lengths=lengths)
+        close(form(x, rotation, past_key_values=view, cu_seq_lens_q=bounds)[0], wanted)
+        assert together.state.keys() == alone[0].state.keys()
+        for name, held in together.state.items():
+            theirs = torch.cat([cache.state[name] for cache in alone])
+            assert held.dtype == theirs.dtype
+            torch.testing.assert_close(
+                held, theirs, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
 @pytest.mark.parametrize("padded", [0, 39])
 def test_gradients_of_rows(padded: int) -> None:
     """Those of each row alone; before the second is padding."""

@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from deltanet_hf.fast.decoder import fast_mixer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.layer_call import CacheView
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.far_positions import FarPositions
 from deltanet_hf.models.layers import Kind, LayerTable
@@ -182,6 +185,30 @@ def test_packed_caches_in_the_fast_form(
     assert "prompt_inputs" not in calls
     torch.testing.assert_close(read(model), wanted, rtol=1e-4, atol=1e-4)
     assert {"prompt_inputs", "pack_prompt", step} <= set(calls)
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("rounding_to_nearest")
+def test_prompts_that_begin_in_one_row(send: Callable[[str], list[str]]) -> None:
+    """Of a window and a state of what has left it, as each alone; tokens and states."""
+    model = tiny_mixture("llama", LayerTable({"own": states()}, ("own",)), head_dim=64).to(DEVICE)
+    set_cache_bits(model, 4)
+    mixer, lengths = model.model.layers[0].self_attn, (1, 100, 31, 33, 65)
+    layer = fast_mixer(mixer, False)
+    x = torch.randn(1, sum(lengths), 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
+    places = torch.cat([torch.arange(length) for length in lengths])[None].to(DEVICE)
+    angles, together = model.model.rotary_emb(x, places), MixerCacheLayer()
+    calls = send("triton")
+    view = CacheView(together, lengths=lengths)
+    found = layer(x, angles, past_key_values=view, cu_seq_lens_q=bounds)[0]
+    assert calls.count("chunk_group_gated_delta_rule") == calls.count("pack_prompt") == 1
+    for row, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+        own, alone = slice(start, start + length), MixerCacheLayer()
+        wanted = layer(x[:, own], [part[:, own] for part in angles], past_key_values=alone)[0]
+        torch.testing.assert_close(found[:, own], wanted, rtol=1e-5, atol=1e-5)
+        for name, held in alone.state.items():
+            torch.testing.assert_close(together.state[name][row : row + 1], held, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @torch.no_grad()

@@ -234,6 +234,34 @@ def test_packed_tokens_of_all_and_of_no_softmax_layers(changes: dict[str, Any], 
         assert_equal(served_model("llama", packed(table, bits)), prompts(*LENGTHS, 64, 32, 33), STEP)
 
 
+@pytest.mark.parametrize("tokens", [512, 96])
+@pytest.mark.parametrize(
+    "table",
+    [
+        tiny_table(layers=(0, 2), **DELAYED),
+        packed(tiny_table(layers=(0, 2), **DELAYED)),
+        packed(tiny_table(**{**DELAYED, "mixer": "kda+window"}), 8),
+        packed(mixed_mixture_table(delayed=True), key_order=True),
+    ],
+    ids=["16 bits", "4 bits", "kda, 8 bits", "mixed heads, 4 bits"],
+)
+def test_prompts_that_begin_in_one_step(table: LayerTable, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a window and far beyond it, beside later parts of others and sequences that are being continued."""
+    from deltanet_hf.vllm_plugin.layer import StateLayer
+
+    called: list[tuple[int, ...]] = []
+    read = StateLayer.several_tokens
+
+    def several_tokens(self: Any, steps: Any, prompts: Any, *rest: Any) -> torch.Tensor:
+        called.append(prompts.lengths)
+        return read(self, steps, prompts, *rest)
+
+    monkeypatch.setattr(StateLayer, "several_tokens", several_tokens)
+    texts = prompts(33, 1, 150, 31, 32, 2, 100, 65, 3, 200, 64, seed=FEW_TIES)
+    assert_equal(served_model("llama", table), texts, STEP, max_num_seqs=8, max_num_batched_tokens=tokens)
+    assert any(len(lengths) > 2 and max(lengths) >= min(tokens, 150) // 3 for lengths in called), called
+
+
 def test_states_in_8_bits() -> None:
     """They are rounded where a part of a prompt ends, so prompts are read whole, as `generate` reads them."""
     table = packed(tiny_table(layers=(0, 2), **{**DELAYED, "state_dtype": "int8"}))

@@ -13,9 +13,9 @@ groups are kept.
 A call is computed in one of four ways:
 
     a step       one further token per sequence, without padding        `packed_step_`
-    a prompt     whole sequences without padding                        `pack_prompt`, `prompt_attention`
-    a part       several further tokens, without padding; and several   `packed_part`
-                 sequences that begin in one row
+    a prompt     whole sequences without padding, or in one row         `pack_prompt`, `prompt_attention`
+    a part       several further tokens, without padding; and whole     `packed_part`
+                 sequences of which sinks do not stay in sight
     any other    padding                                                `attention_by_numbers`
 
 Shapes: B batch, T tokens of a call, HQ and HK query and key/value heads, D head size, N packed groups, L places of the
@@ -134,14 +134,15 @@ class QuantisedKVCache:
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, of a cache with `spec`; but for a step, sinks are seen as other tokens."""
         length = q.shape[1]
-        whole = self._padding is None and not self.state and self._lengths is None
+        longest = length if self._lengths is None else max(self._lengths)
+        whole = self._padding is None and not self.state and (self._lengths is None or not torch.is_grad_enabled())
         if spec.bits not in PACKED_BITS and (self._keep_state or not whole):
             raise UserError(
                 f"cache bits: {spec.bits} bits are computed for whole sequences without a cache, to measure them, and "
                 f"have no packed form; use {' or '.join(map(str, PACKED_BITS))}"
             )
-        if whole and (spec.family_window is None or spec.sinks == 0 or length <= spec.family_window):
-            return self._prompt(spec, q, k, v, scale, softcap)
+        if whole and (spec.family_window is None or spec.sinks == 0 or longest <= spec.family_window):
+            return self._prompt(spec, q, k, v, scale, softcap, longest)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
                 "cache bits: gradients need whole sequences without padding, and no sinks in a window within the "
@@ -151,9 +152,8 @@ class QuantisedKVCache:
             return self.step(q, k, v, scale, softcap)
         k, v = round_tokens.unchecked(RoundTokensCall(k, v))
         old = self.cache_before(k)
-        longest, cu_seqlens = (length, None) if self._lengths is None else (max(self._lengths), self._cu_seqlens)
         groups, reach = spec.groups(self._seen + longest), (spec.window, spec.sinks, spec.family_window)
-        call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest, spec.edge)
+        call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, self._cu_seqlens, longest, spec.edge)
         if self._padding is None:
             o, lse, cache, *seen = packed_part.unchecked(call)
         else:
@@ -186,12 +186,20 @@ class QuantisedKVCache:
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _prompt(
-        self, spec: QuantisedCacheSpec, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+        self,
+        spec: QuantisedCacheSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        longest: int,
     ) -> tuple[Tensor, Tensor]:
-        """`_attend` of whole sequences without padding."""
-        k, v, seen, self.state = quantised_prompt(spec, k, v, self._keep_state, self._prompt_length)
+        """`_attend` of whole sequences without padding, of so many tokens at most."""
+        row = self._cu_seqlens, longest
+        k, v, seen, self.state = quantised_prompt(spec, k, v, self._keep_state, self._prompt_length, *row)
         window = q.shape[1] if spec.window is None else spec.window
-        call = PromptAttentionCall(q, k, v, *seen, window, spec.sinks, scale, softcap, spec.edge)
+        call = PromptAttentionCall(q, k, v, *seen, window, spec.sinks, scale, softcap, spec.edge, *row)
         return prompt_attention.unchecked(call)
 
     def step(
@@ -222,21 +230,30 @@ class QuantisedKVCache:
 
 
 def quantised_prompt(
-    spec: QuantisedCacheSpec, k: Tensor, v: Tensor, keep_state: bool, prompt_length: Tensor | None = None
+    spec: QuantisedCacheSpec,
+    k: Tensor,
+    v: Tensor,
+    keep_state: bool,
+    prompt_length: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    longest: int = 0,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], State]:
     """Keys and values k, v [B, T, HK, D] of whole sequences without padding, as queries see them.
 
     Args:
         keep_state, prompt_length: as of `QuantisedKVCache`; bits without a packed form keep no state.
+        cu_seqlens, longest: as for `pack_prompt`.
 
     Returns:
         k and v in 8 bits, as queries of the same group see them; both as those of later groups do, [B, N * 32, HK, D]
-        of the N groups before the last token; and the tensors of the cache, if they are kept.
+        of the N groups before the last token (with `cu_seqlens` [1, T, HK, D]); and the tensors of the cache, if they
+        are kept.
     """
     k, v = round_tokens.unchecked(RoundTokensCall(k, v))
     if spec.bits not in PACKED_BITS:
         return k, v, (_seen_keys(k.detach(), spec.bits), _seen_values(v.detach(), spec.bits)), {}
-    rest = spec.bits, spec.groups(k.shape[1]), prompt_length, spec.key_order
+    groups = spec.groups(k.shape[1] if cu_seqlens is None else longest)
+    rest = spec.bits, groups, prompt_length, spec.key_order, cu_seqlens, longest
     cache, keys, values = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), *rest))
     return k, v, (keys, values), dict(zip(NAMES, cache.tensors, strict=True)) if keep_state else {}
 

@@ -73,7 +73,7 @@ def delayed(
     numbers = kept.numbers.long().expand(len(x), -1) - 1
     reads, state = _recalled(mixer, q, left, gates, call, numbers)
     if call.keep_state:
-        state |= _waiting(call.state, gates, numbers, branch.places)
+        state |= _waiting(call, gates, numbers, branch.places)
     state_output = mixer.gated_norm(reads, projected.gate)
     output = branch.mixture(projected.mixing_logits, left.window_output, left.lse, state_output, tokens.numbers)
     return output, {**state, **left.state}
@@ -98,8 +98,9 @@ def _recalled(
     q, k, v = mixer.activated(*map(mixer.split_heads, parts))
     inputs = MixCall(q, k, v, gates, None, None, call.keep_state, call.cu_seqlens)
     if call.cu_seqlens is not None:
-        return read_packed(mixer.mix, inputs.in_one_row(), branch).view(*q.shape[:2], mixer.num_heads, -1), {}
-    if left.base is None:
+        reads, memory = read_packed(mixer.mix, inputs.in_one_row(), branch)
+        reads = reads.view(*q.shape[:2], mixer.num_heads, -1)
+    elif left.base is None:
         reads, memory = read_rows(mixer.mix_groups, inputs, branch, call.prompt_length)
     else:
         first = (left.base * branch.edge)[:, None]
@@ -116,9 +117,15 @@ def _held(before: State | None, index: int) -> Tensor | None:
     return None if before is None else before[f"gate_{index}"]
 
 
-def _waiting(before: State | None, gates: tuple[Tensor, ...], numbers: Tensor, places: int) -> State:
+def _waiting(call: LayerCall, gates: tuple[Tensor, ...], numbers: Tensor, places: int) -> State:
     """The gates that wait after the call."""
-    return {f"gate_{i}": waiting(_held(before, i), gate, numbers, places) for i, gate in enumerate(gates)}
+    bounds = call.cu_seqlens
+    return {
+        f"gate_{i}": waiting(_held(call.state, i), gate, numbers, places)
+        if bounds is None
+        else waiting_of_packed(gate, bounds.long(), places)
+        for i, gate in enumerate(gates)
+    }
 
 
 def held_memory(mixer: Mixer, state: State) -> State:
@@ -152,29 +159,29 @@ def waiting_shapes(mixer: Mixer) -> dict[str, TensorShape]:
     return shapes
 
 
-def read_packed(mix: Mix, call: MixCall, branch: WindowBranch) -> Tensor:
-    """The reads [1, T, HO, D] of sequences packed into one row; the arguments are those of `read_rows`."""
+def read_packed(mix: Mix, call: MixCall, branch: WindowBranch) -> tuple[Tensor, State]:
+    """The reads [1, T, HO, D] of sequences packed into one row, and their states; arguments as in `read_rows`."""
     cu_seqlens, length, group_size, groups = call.cu_seqlens, call.q.shape[1], branch.edge, branch.groups
     assert cu_seqlens is not None
     lengths = cu_seqlens.diff().long()
-    # A sequence has a part of 64 places for each group that leaves before its end: queries, then writes, as in
-    # `read_groups`. Places behind the last part are those of tokens that have none.
-    parts = ((lengths - 1) // group_size + 1 - groups).clamp_min(0)
-    begins = F.pad(parts.cumsum(0), (1, 0)) * (2 * group_size)
+    # A sequence has a part of 64 places for each group that leaves before its end, and one more: queries, then writes,
+    # as in `read_groups`. Places behind the last part are those of tokens that have none.
+    leaving = (lengths - 1) // group_size - groups
+    begins = F.pad((leaving.clamp_min(0) + 1).cumsum(0), (1, 0)) * (2 * group_size)
     room = 2 * group_size * (length // group_size + len(lengths))
     token = torch.arange(length, device=call.q.device)
     sequence = torch.searchsorted(cu_seqlens[1:].long().contiguous(), token, right=True).clamp_max(len(lengths) - 1)
     number = token - cu_seqlens.long()[sequence]
     group, place = number // group_size, number % group_size
     begin, reads = begins[sequence], (group >= groups) & (token < cu_seqlens[-1])
-    writes = (group < parts[sequence]) & (number >= branch.sinks)
+    writes = (group < leaving[sequence]) & (number >= branch.sinks)
     at_q = (begin + (group - groups) * 2 * group_size + place).where(reads, room)
     at_k = (begin + group * 2 * group_size + group_size + place).where(writes, room)
 
     q = placed(call.q, at_q[None], room)
     k, v, *gates = (placed(x, at_k[None], room) for x in (call.k, call.v, *call.gates))
-    output, _ = mix(MixCall(q, k, v, tuple(gates), None, None, False, begins.to(cu_seqlens.dtype)))
-    return F.pad(output, (0, 0, 0, 0, 0, 1))[:, at_q].masked_fill(~reads[:, None, None], 0.0)
+    output, state = mix(MixCall(q, k, v, tuple(gates), None, None, call.keep_state, begins.to(cu_seqlens.dtype)))
+    return F.pad(output, (0, 0, 0, 0, 0, 1))[:, at_q].masked_fill(~reads[:, None, None], 0.0), state
 
 
 def read_rows(
@@ -270,6 +277,14 @@ def waiting(old: Tensor | None, new: Tensor, numbers: Tensor, places: int) -> Te
     if old is not None:
         room[:, :places] = old
     return room.scatter(1, along(at, new), new.to(room.dtype))[:, :-1].contiguous()
+
+
+def waiting_of_packed(new: Tensor, cu_seqlens: Tensor, places: int) -> Tensor:
+    """`waiting` of sequences that begin in one row: their gates [N, M, ...] from those of the tokens [1, T, ...]."""
+    last = cu_seqlens.diff()[:, None] - 1
+    number = last - (last - torch.arange(places, device=last.device)) % places
+    kept = new[0, (cu_seqlens[:-1, None] + number).clamp(0, new.shape[1] - 1)]
+    return kept.bfloat16().masked_fill((number < 0).view(*number.shape, *[1] * (new.dim() - 2)), 0.0)
 
 
 def by_number(old: Tensor | None, new: Tensor, numbers: Tensor, first: Tensor, length: int) -> Tensor:

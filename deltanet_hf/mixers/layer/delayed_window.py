@@ -100,14 +100,15 @@ def _rows(
         state: State = {}
         if call.keep_state:
             own = tokens if call.prompt_length is None else tokens.until(call.prompt_length)
-            sink_cache = SinkCache(branch.places, branch.sinks, {}, own)
+            sink_cache = SinkCache(branch.places, branch.sinks, {}, own, cu_seqlens=call.cu_seqlens)
             sink_cache.update(k.transpose(1, 2), v.transpose(1, 2), 0)
             state = sink_cache.state
         return Leaving(window_output, lse, k, v, None, state)
-    if call.cu_seqlens is not None:
+    if call.cu_seqlens is not None and call.lengths is None:
         raise ValueError(PACKED_ROWS)
-    k, v, seen, state = quantised_prompt(branch.cache_spec, k, v, call.keep_state, call.prompt_length)
-    window_output, lse = branch.attend_rounded(q, k, v, seen, turn)
+    row = call.cu_seqlens, call.longest
+    k, v, seen, state = quantised_prompt(branch.cache_spec, k, v, call.keep_state, call.prompt_length, *row)
+    window_output, lse = branch.attend_rounded(q, k, v, seen, turn, *row)
     keys, values = (straight_through(x, other) for x, other in zip((k, v), seen, strict=True))
     return Leaving(window_output, lse, keys, values, None, state)
 

@@ -100,6 +100,11 @@ class LayerCall:
         return None if self.view is None or self.cu_seqlens is None else self.view.lengths
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a packed sequence; 0 where `lengths` has none."""
+        return max(self.lengths or (0,))
+
+    @property
     def state_indices(self) -> Tensor | None:
         """[B] int32, as in `CacheView`."""
         return None if self.view is None else self.view.state_indices

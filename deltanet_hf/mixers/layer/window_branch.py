@@ -236,15 +236,23 @@ class WindowBranch(Part):
         return with_learned_sinks(window_output, lse, self.learned_sinks)
 
     def attend_rounded(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: tuple[Tensor, Tensor], turn: PositionEmbeddings | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: tuple[Tensor, Tensor],
+        turn: PositionEmbeddings | None,
+        cu_seqlens: Tensor | None,
+        longest: int,
     ) -> tuple[Tensor, Tensor]:
-        """As `attend`, of whole rows whose k, v and `seen` are those of `quantised_prompt`."""
+        """As `attend`, of whole sequences whose k, v and `seen` are those of `quantised_prompt`."""
         sinks = self.sinks if turn is None else 0
-        call = PromptAttentionCall(q, k, v, *seen, self.window, sinks, self.scale, self.softcap, self.edge)
+        reach, row = (self.window, sinks), (cu_seqlens, longest)
+        call = PromptAttentionCall(q, k, v, *seen, *reach, self.scale, self.softcap, self.edge, *row)
         window_output, lse = prompt_attention.unchecked(call)
         if turn is not None:
-            numbers = torch.arange(1, q.shape[1] + 1, device=q.device)[None]
-            window_output, lse = self.with_sinks(window_output, lse, q, k, v, numbers, turn)
+            numbers = Tokens.of(len(q), q.shape[1], None, cu_seqlens, None, q.device).numbers
+            window_output, lse = self.with_sinks(window_output, lse, q, k, v, numbers, turn, cu_seqlens is not None)
         return with_learned_sinks(window_output, lse, self.learned_sinks)
 
     def with_sinks(

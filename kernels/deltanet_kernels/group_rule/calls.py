@@ -8,7 +8,7 @@ from torch import Tensor
 from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.packed_cache.calls import PackedStepCall
-from deltanet_kernels.packed_cache.checks import check_packed_step
+from deltanet_kernels.packed_cache.checks import check_packed_row, check_packed_step
 from deltanet_kernels.packed_cache.layout import GROUP
 from deltanet_kernels.prompt.calls import GateValuesCall, check_gate_values
 from deltanet_kernels.window.calls import WindowMixtureCall, check_window_mixture
@@ -33,6 +33,8 @@ class GroupRuleCall(NamedTuple):
         initial_state: [B, HV, K, V] float32 (float64 with float64 inputs); zeros by default.
         output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6).
+        cu_seqlens: offsets of sequences that fill one row, as for `chunk_gated_delta_rule`; the groups of each count
+            from its first token. On CUDA their gradients come from the form in PyTorch.
 
     Returns:
         o [B, T, max(HQ, HV), V] in the dtype of v, and the final state [B, HV, K, V] float32 or None.
@@ -51,6 +53,7 @@ class GroupRuleCall(NamedTuple):
     initial_state: Tensor | None = None
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
+    cu_seqlens: Tensor | None = None
 
     @property
     def rule(self) -> RuleCall:
@@ -76,6 +79,8 @@ class GroupGatesCall(NamedTuple):
         sinks: first tokens, which are never written.
         length: [1] int64: as if the first `length` tokens, at least 1, were all; it is read on the device.
         limit: the greatest beta, 1 or 2.
+        cu_seqlens: offsets [N' + 1] of sequences that fill one row; without `length`.
+        longest: the most tokens of such a sequence.
 
     Returns:
         g and beta of the first max(T - 32 N, 0) tokens, for `chunk_group_gated_delta_rule` [B, T - 32 N, H] float32, 0
@@ -94,12 +99,18 @@ class GroupGatesCall(NamedTuple):
     sinks: int
     length: Tensor | None = None
     limit: int = 1
+    cu_seqlens: Tensor | None = None
+    longest: int = 0
 
 
 def check_group_gates(call: GroupGatesCall) -> None:
     """Check the arguments of a call; raises ValueError or TypeError."""
     check_gate_values(GateValuesCall(call.a, call.b, call.A_log, call.dt_bias, call.limit))
     checks.check_length(call.length, call.a)
+    if call.cu_seqlens is not None:
+        check_packed_row(call.cu_seqlens, call.longest, call.a)
+        if call.length is not None:
+            raise ValueError("length: got a tensor beside cu_seqlens, needs None")
     if call.groups < 0:
         raise ValueError(f"groups: got {call.groups}, needs at least 0")
 

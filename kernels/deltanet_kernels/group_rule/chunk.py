@@ -59,6 +59,8 @@ class GroupForward(NamedTuple):
     """Return what the backward pass reads."""
     segments: int
     """Per sequence (gated_delta_rule/segments.py)."""
+    cu_seqlens: torch.Tensor | None = None
+    """Without `keep`."""
 
 
 class Kept(NamedTuple):
@@ -79,13 +81,14 @@ class Kept(NamedTuple):
 
 
 def _fake_forward(call: GroupForward):
-    q, k, v, _, _, _, _, _, final, keep, segments = call
+    q, k, v, _, _, _, _, _, final, keep, segments, cu_seqlens = call
     (B, T, HQ, K), (HV, V) = q.shape, v.shape[2:]
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     C, HO, kept = pinned_config(k, v).C, max(HQ, HV), kept_dtype(k.dtype)
     count = B * ((T + C - 1) // C)
     return (
         q.new_empty(B, T, HO, V),
-        q.new_empty((B, HV, K, V) if final else (0,), dtype=torch.float32),
+        q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
         q.new_empty((6 * HV + 4 * HO, B * T) if keep else (0,), dtype=torch.float32),
         k.new_empty((count, HV, C, C) if keep else (0,)),
         k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
@@ -97,37 +100,39 @@ def _fake_forward(call: GroupForward):
 
 def _forward(call: GroupForward) -> tuple[Any, ...]:
     """As `group_forward`, with None for what is empty."""
-    q, k, v, g, beta, start, scale, norm, final, keep, segments = call
+    q, k, v, g, beta, start, scale, norm, final, keep, segments, cu_seqlens = call
     q, k, v, g, beta = unit_stride(q), unit_stride(k), unit_stride(v), g.contiguous(), beta.contiguous()
     start = None if start is None else start.contiguous()
     (B, T, HQ, K), (HV, V) = q.shape, v.shape[2:]
     HO, stored = max(HQ, HV), keep or HQ > HV
     # The first stage does not read the queries: how many heads they have does not matter to it.
-    plan = launch_plan(k, k, v, None, "auto", "decayed")
+    plan = launch_plan(k, k, v, cu_seqlens, "auto", "decayed")
     config, chunks = plan.config, plan.chunks
-    sizes = plan.sizes | {"HQ": HQ, "C": config.C, "FULL": plan.full, "PRECISION": plan.precision}
+    sizes = plan.sizes | plan.flags | {"HQ": HQ}
     inputs = ChunkInputs(q, k, g, beta, None, None, chunks, scale, False, norm, segments > 1, scores=False)
     chunk = scores_and_inverse(inputs, plan)
     o = v.new_empty(B, T, HO, V)
-    rule = ChunkForward(q, k, v, g, beta, start, None, None, None, scale, norm, False, final, keep, "auto", segments)
+    rule = ChunkForward(
+        q, k, v, g, beta, start, cu_seqlens, None, None, scale, norm, False, final, keep, "auto", segments
+    )  # fmt: skip
     starts = segment_starts(rule, plan, chunk, Results(o, None, None, None))
-    ht = q.new_empty(B, HV, K, V, dtype=torch.float32) if final else None
+    ht = q.new_empty(chunks.rows, HV, K, V, dtype=torch.float32) if final else None
     h = k.new_empty(chunks.count, HV, V, K, dtype=kept_dtype(k.dtype)) if stored else None
     vn = k.new_empty(B, T, HV, V, dtype=kept_dtype(k.dtype)) if stored else None
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    BV, warps = slices(config.state_BV, config.state_warps, V, B * HV, multiprocessors(q.device))
+    BV, warps = slices(config.state_BV, config.state_warps, V, chunks.rows * HV, multiprocessors(q.device))
     launch(
-        group_states_kernel, B * segments * HV * cdiv(V, BV),
-        q, k, v, chunk.factors, chunk.T, starts.states, o, h, vn, ht, starts.spans, scale, T, B * T, *strides, **sizes,
-        BV=BV, NORM=norm, INITIAL=starts.states is not None, FINAL=final, OUTPUT=HQ <= HV, KEEP=stored,
-        SEGMENTS=segments, STAGES=config.state_stages, num_warps=warps,
+        group_states_kernel, chunks.rows * segments * HV * cdiv(V, BV),
+        q, k, v, chunk.factors, chunk.T, starts.states, o, h, vn, ht, starts.spans, chunks.cu_seqlens,
+        chunks.first_chunk, scale, T, B * T, *strides, **sizes, BV=BV, NORM=norm, INITIAL=starts.states is not None,
+        FINAL=final, OUTPUT=HQ <= HV, KEEP=stored, SEGMENTS=segments, STAGES=config.state_stages, num_warps=warps,
     )  # fmt: skip
     if HQ > HV:
         BV = config.output_BV
         launch(
             group_outputs_kernel, chunks.count * HV * cdiv(V, BV),
-            q, k, chunk.factors, h, vn, o, scale, T, B * T, *strides[:6], **sizes, BV=BV, NORM=norm, KEEP=keep,
-            num_warps=config.output_warps, num_stages=1,
+            q, k, chunk.factors, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T,
+            *strides[:6], **sizes, BV=BV, NORM=norm, KEEP=keep, num_warps=config.output_warps, num_stages=1,
         )  # fmt: skip
     return o, ht, *((chunk.factors, chunk.T, h, vn, starts.M, starts.spans) if keep else (None,) * 6)
 
@@ -166,7 +171,7 @@ def group_backward(
     Of the initial state it reads only whether there is one.
     """
     (do, dht), (factors, Tm, h, vn, M, table) = upstream, kept
-    q, k, v, g, beta, initial_state, scale, norm, _, _, segments = call
+    q, k, v, g, beta, initial_state, scale, norm, _, _, segments, _ = call
     q, k, v, do, g = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
     plan = launch_plan(q, k, v, None, "auto", "decayed")
@@ -274,8 +279,8 @@ def chunk_group_triton(call: GroupRuleCall, segments: int | None = None) -> tupl
     the same bits every time. The number of segments per sequence is chosen from the sizes by default.
 
     Raises:
-        NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16; gradients in 16 bits
-            where value heads share a key head.
+        NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16; gradients of packed
+            sequences, and in 16 bits where value heads share a key head.
     """
     q, k, v, rule = call.q, call.k, call.v, call.rule
     check_supported(q.dtype, q.shape[3], v.shape[3])
@@ -283,15 +288,17 @@ def chunk_group_triton(call: GroupRuleCall, segments: int | None = None) -> tupl
     if min(q.shape[3], v.shape[3]) < MIN_HALF_SIZE:
         q, k, v = q.float(), k.float(), v.float()
     keep = rule.needs_gradients()
+    if keep and call.cu_seqlens is not None:
+        raise NotImplementedError("gradients of packed sequences")
     if keep and k.shape[2] < v.shape[2] and dtype != torch.float32:
         raise NotImplementedError(f"gradients in {dtype} of {k.shape[2]} key heads for {v.shape[2]} value heads")
     if segments is None:
-        config, (B, T, HV, V) = pinned_config(k, v), v.shape
-        programs = B * HV * cdiv(V, min(config.state_BV, 64))
-        segments = segments_for(programs, T // config.C, k.shape[3], multiprocessors(k.device))
+        config, (B, T, HV, V), rows = pinned_config(k, v), v.shape, rule.dims.N
+        programs = rows * HV * cdiv(V, min(config.state_BV, 64))
+        segments = segments_for(programs, B * T // (rows * config.C), k.shape[3], multiprocessors(k.device))
     forward = GroupForward(
         q, k, v, call.g, call.beta, call.initial_state, rule.factor, call.use_qk_l2norm_in_kernel,
-        call.output_final_state, keep, segments,
+        call.output_final_state, keep, segments, call.cu_seqlens,
     )  # fmt: skip
     o, ht, *_ = (_chunk if keep else _without_gradients)(forward)
     return o.to(dtype), ht if call.output_final_state else None

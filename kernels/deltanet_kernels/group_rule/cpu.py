@@ -27,10 +27,10 @@ def chunk_group_torch(call: GroupRuleCall) -> tuple[Tensor, Tensor | None]:
     q, k, v, g, beta = call[:5]
     dims, factor = call.rule.dims, call.rule.factor
     dtype = torch.promote_types(q.dtype, torch.float32)
-    layout = ChunkLayout.of(q, GROUP)
+    layout = ChunkLayout.of(q, GROUP, call.cu_seqlens)
     initial = call.initial_state
     if initial is None:
-        initial = v.new_zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype)
+        initial = v.new_zeros(dims.N, dims.HV, dims.K, dims.V, dtype=dtype)
     with no_autocast(q.device):
         q, k, v = (layout.cut(x) for x in to_states(q, k, v, call.use_qk_l2norm_in_kernel, dtype))
         g, beta = layout.cut(g.to(dtype)), layout.cut(beta.to(dtype)).unsqueeze(-1)  # [M, HV, C], [M, HV, C, 1]
@@ -42,6 +42,7 @@ def chunk_group_torch(call: GroupRuleCall) -> tuple[Tensor, Tensor | None]:
         ).split([dims.V, dims.K], dim=-1)  # fmt: skip
         writes = (decay[..., -1, :].unsqueeze(-1) * k).mT
         unit = torch.eye(dims.K, dtype=dtype, device=q.device)
-        states, final = state_scan(since[..., -1:, :] * unit - writes @ erased, writes @ values, initial, layout.counts)
+        transition, initial = since[..., -1:, :] * unit - writes @ erased, layout.sort(initial)
+        states, final = state_scan(transition, writes @ values, initial, layout.counts)
         o = unstack_queries(factor * (stack_queries(q, dims.HV) @ states), layout.size)
-    return layout.join(o).to(call.v.dtype), final if call.output_final_state else None
+    return layout.join(o).to(call.v.dtype), layout.unsort(final) if call.output_final_state else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.registration import is_observed
@@ -19,6 +20,8 @@ from deltanet_kernels.window.cpu_prompt import torch_window_mixture
 
 def torch_group_gates(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`deltanet_kernels.group_gates` in PyTorch."""
+    if call.cu_seqlens is not None:
+        return _packed_gates(call, call.cu_seqlens.diff().tolist())
     (B, T, H), hidden = call.a.shape, GROUP * call.groups
     places, device = hidden + GROUP, call.a.device
     end = torch.full((1,), T, device=device) if call.length is None else call.length
@@ -32,6 +35,18 @@ def torch_group_gates(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Ten
     waiting = [x.new_zeros(B, places + 1, H).index_copy_(1, at, x)[:, :-1].contiguous() for x in gates]
     g, beta = (x[:, : len(writes)].float() * writes for x in gates)
     return g, beta, *waiting  # type: ignore[return-value]
+
+
+def _packed_gates(call: GroupGatesCall, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`torch_group_gates` of each of the sequences in one row by itself."""
+    written, waiting = [], []
+    for a, b in zip(*(x.split(lengths, dim=1) for x in call[:2]), strict=True):
+        *own, waits_g, waits_beta = torch_group_gates(call._replace(a=a, b=b, cu_seqlens=None))
+        written.append([F.pad(x, (0, 0, 0, a.shape[1] - x.shape[1])) for x in own])
+        waiting.append((waits_g, waits_beta))
+    length = max(call.a.shape[1] - GROUP * call.groups, 0)
+    g, beta = (torch.cat(x, dim=1)[:, :length] for x in zip(*written, strict=True))
+    return g, beta, *map(torch.cat, zip(*waiting, strict=True))  # type: ignore[return-value]
 
 
 def torch_group_step_(call: GroupStepCall) -> Tensor:

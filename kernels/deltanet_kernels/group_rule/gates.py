@@ -21,25 +21,33 @@ BLOCK = 512
 
 @triton.jit(do_not_specialize=["T", "L", "sinks", "groups"])
 def group_gates_kernel(
-    a, b, A_log, dt_bias, length, g, beta, waiting_g, waiting_beta, T, L, sinks, groups, a_row, b_row,
+    a, b, A_log, dt_bias, length, starts, g, beta, waiting_g, waiting_beta, T, L, sinks, groups, a_row, b_row,
     H: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK gates of a row, or places for them; tokens of a and b are x_row elements apart."""
+    """One program per BLOCK gates of a row, or places for them; tokens of a and b are x_row elements apart.
+
+    With `starts` [B + 1] the rows are parts of one, of T tokens at most.
+    """
     places = GROUP * (groups + 1)
     blocks = tl.cdiv(tl.maximum(T, places) * H, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    first, own = n * T, n * L  # of a and b, and of g and beta
+    if starts is not None:
+        first = tl.load(starts + n).to(tl.int64)
+        T = (tl.load(starts + n + 1) - first).to(tl.int32)
+        own, L = first, L - first.to(tl.int32)
     m = i < T * H
     t, h = i // H, i % H
     end = T if length is None else tl.load(length).to(tl.int32)
     left = tl.maximum(end - 1 - groups * GROUP, 0) // GROUP * GROUP
     writes = (t >= sinks) & (t < left)
-    x = tl.load(a + (n * T + t) * a_row + h, mask=m, other=0.0).to(tl.float32)
+    x = tl.load(a + (first + t) * a_row + h, mask=m, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + h, mask=m, other=0.0).to(tl.float32)
     x = log_decay(x, tl.load(A_log + h, mask=m, other=0.0)).to(tl.bfloat16)
-    y = tl.load(b + (n * T + t) * b_row + h, mask=m, other=0.0)
+    y = tl.load(b + (first + t) * b_row + h, mask=m, other=0.0)
     y = write_strength(y, LIMIT).to(tl.bfloat16)
-    at = n * L * H + i
+    at = own * H + i
     tl.store(g + at, tl.where(writes, x.to(tl.float32), 0.0), mask=m & (t < L))
     tl.store(beta + at, tl.where(writes, y.to(tl.float32), 0.0), mask=m & (t < L))
     at = (n * places + t % places) * H + h
@@ -52,19 +60,23 @@ def group_gates_kernel(
 def _fake_gates(call: GroupGatesCall):
     a, hidden = call.a, 32 * call.groups
     B, T, H = a.shape
+    rows = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     gates = (a.new_empty(B, max(T - hidden, 0), H, dtype=torch.float32) for _ in range(2))
-    return *gates, *(a.new_empty(B, hidden + 32, H, dtype=torch.bfloat16) for _ in range(2))
+    return *gates, *(a.new_empty(rows, hidden + 32, H, dtype=torch.bfloat16) for _ in range(2))
 
 
 @operator(_fake_gates)
 def group_gates_op(call: GroupGatesCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g, beta [B, max(T - 32 N, 0), H] and those that wait [B, 32 (N + 1), H]."""
+    """g, beta [B, max(T - 32 N, 0), H] and those that wait [B, 32 (N + 1), H], B sequences."""
     made: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_gates(call)
-    (B, T, H), L, places = call.a.shape, made[0].shape[1], made[2].shape[1]
+    (T, H), L, (B, places) = call.a.shape[1:], made[0].shape[1], made[2].shape[:2]
+    starts = call.cu_seqlens
+    if starts is not None:
+        T, starts = call.longest, starts.contiguous()
     (a, a_row), (b, b_row) = rows(call.a), rows(call.b)
     launch(
-        group_gates_kernel, B * cdiv(max(T, places) * H, BLOCK), a, b, call.A_log, call.dt_bias, call.length, *made, T,
-        L, call.sinks, call.groups, a_row, b_row, H=H, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
+        group_gates_kernel, B * cdiv(max(T, places) * H, BLOCK), a, b, call.A_log, call.dt_bias, call.length, starts,
+        *made, T, L, call.sinks, call.groups, a_row, b_row, H=H, LIMIT=call.limit, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return made
 

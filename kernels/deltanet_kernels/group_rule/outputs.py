@@ -17,10 +17,10 @@ from deltanet_kernels.group_rule.read import read_state
 
 @triton.jit(do_not_specialize=["T"])
 def group_outputs_kernel(
-    q, k, factors, h, vn, o, scale, T, tokens, q_row, q_token: tl.constexpr, q_head,
-    k_row, k_token: tl.constexpr, k_head, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
-    KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, factors, h, vn, o, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens, q_row, q_token: tl.constexpr,
+    q_head, k_row, k_token: tl.constexpr, k_head, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
+    NORM: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, state head, slice of V)."""
     READERS: tl.constexpr = HQ // HV
@@ -29,7 +29,10 @@ def group_outputs_kernel(
     i_v = pid % NV
     head = (pid // NV) % HV
     c = pid // (NV * HV)
-    row, first, flat, valid = locate_chunk(c, None, None, None, T, C, False)
+    row, first, flat, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
+    if VARLEN:  # noqa: SIM102 (known when compiling; the next is not)
+        if valid <= 0:
+            return
     i = tl.arange(0, 32)
     d = tl.arange(0, BK)
     e = i_v * BV + tl.arange(0, BV)

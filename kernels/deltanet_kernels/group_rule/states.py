@@ -43,10 +43,10 @@ def _wanted(
 
 @triton.jit(do_not_specialize=["T"])
 def group_states_kernel(
-    q, k, v, factors, Tm, h0, o, h, vn, ht, table, scale, T, tokens,
+    q, k, v, factors, Tm, h0, o, h, vn, ht, table, cu_seqlens, first_chunk, scale, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr, SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,16 @@ def group_states_kernel(
     head = (pid // NV) % HV
     segment = pid // (NV * HV)
     n = segment // SEGMENTS
-    row = n.to(tl.int64)
+    sequence = n.to(tl.int64)
+    row = sequence
+    if VARLEN:
+        begin = tl.load(cu_seqlens + n).to(tl.int64)
+        T = (tl.load(cu_seqlens + n + 1) - begin).to(tl.int32)
+        chunk = tl.load(first_chunk + n).to(tl.int64)
+        row = begin * 0
+        q += begin * q_token
+        k += begin * k_token
+        v += begin * v_token
     i = tl.arange(0, 32)
     d = tl.arange(0, BK)
     e = i_v * BV + tl.arange(0, BV)
@@ -96,16 +105,16 @@ def group_states_kernel(
         valid = C if FULL else tl.minimum(T - first, C)
         live = i < valid
         token = first.to(tl.int64)
-        at_row = head.to(tl.int64) * tokens + row * T + token
-        tile = Tm + ((row * count + t) * HV + head) * (C * C) + square
-        own = ((row * T + token) * HV + head) * V + own_at
+        at_row = head.to(tl.int64) * tokens + (begin if VARLEN else row * T) + token
+        tile = Tm + (((chunk if VARLEN else row * count) + t) * HV + head) * (C * C) + square
+        own = (((begin if VARLEN else row * T) + token) * HV + head) * V + own_at
         k_0 = load_tile(k_base + token * k_token + k_at, live[:, None] & md[None, :], FULL)
         T_00 = tl.load(tile)
         S_cast = S.to(dtype)
         if KEEP:
             # In two halves of K, as in gated_delta_rule/states.py.
             low, high = tl.split(tl.permute(tl.reshape(S_cast, [BV, 2, BK // 2]), [0, 2, 1]))
-            h_base = h + ((row * count + t) * HV + head) * (K * V)
+            h_base = h + (((chunk if VARLEN else row * count) + t) * HV + head) * (K * V)
             store_tile(h_base + at_half, low, me[:, None] & (d_half < K)[None, :], FULL)
             store_tile(h_base + at_half + BK // 2, high, me[:, None] & (d_half + BK // 2 < K)[None, :], FULL)
         W_0 = _wanted(S_cast, k_0, v_base + token * v_token + v_at, quads, at_row, i, live, me, FULL, PRECISION)
@@ -146,4 +155,4 @@ def group_states_kernel(
             S = tl.dot((V_0 * rev[None, :]).to(dtype), k_0, S * fade, input_precision=PRECISION)
     if FINAL:  # noqa: SIM102 (known when compiling; the next is not)
         if (start <= stop) & (stop == count):
-            tl.store(ht + (row * HV + head) * K * V + outer, S, mask=mS)
+            tl.store(ht + (sequence * HV + head) * K * V + outer, S, mask=mS)

@@ -176,10 +176,13 @@ class PackPromptCall(NamedTuple):
         length: [1] int64: as if the first `length` tokens, at least 1, were all; what follows them is padding. It is
             read on the device. All T by default.
         key_order: as in `PackedKeyValues`, for 4 bits and D a multiple of 8.
+        cu_seqlens: offsets of sequences packed into one row, each of which gets a row of the cache; without `length`.
+        longest: the most tokens of such a sequence, which T stands for in N.
 
     Returns:
         The tensors of `PackedKeyValues`, and keys and values [B, N * 32, HK, D] as queries of later groups see them:
-        restored from the codes, the first four tokens as in k and v. The latter are those of all T tokens.
+        restored from the codes, the first four tokens as in k and v. The latter are those of all T tokens. With
+        `cu_seqlens` they are [1, T, HK, D], any finite numbers behind the complete groups of each sequence.
 
     Raises:
         ValueError: shapes or bits that do not fit.
@@ -192,6 +195,8 @@ class PackPromptCall(NamedTuple):
     groups: int | None = None
     length: Tensor | None = None
     key_order: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    longest: int = 0
 
 
 class PackedPartCall(NamedTuple):
@@ -260,6 +265,7 @@ class PromptAttentionCall(NamedTuple):
             of q; the first four tokens as in k and v.
         window, scale, softcap, edge: as for `window_attention`.
         sinks: as for `window_attention`, at most 4.
+        cu_seqlens, longest: as for `pack_prompt`, which makes keys and values [1, T, HK, D] then; without gradients.
 
     Returns:
         o [B, T, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, T, HQ], float32 at least.
@@ -279,3 +285,5 @@ class PromptAttentionCall(NamedTuple):
     scale: float
     softcap: float | None = None
     edge: int = 1
+    cu_seqlens: Tensor | None = None
+    longest: int = 0

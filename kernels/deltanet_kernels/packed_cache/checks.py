@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.checks import (
+    check_cu_seqlens,
     check_length,
     check_rotation,
     check_tensors,
@@ -87,6 +88,17 @@ def check_pack_prompt(call: PackPromptCall) -> None:
     if not call.k.shape[1]:
         raise ValueError("k: got no tokens")
     check_length(call.length, call.k)
+    if call.cu_seqlens is not None:
+        check_packed_row(call.cu_seqlens, call.longest, call.k)
+        if call.length is not None:
+            raise ValueError("length: got a tensor beside cu_seqlens, needs None")
+
+
+def check_packed_row(cu_seqlens: Tensor, longest: int, x: Tensor) -> None:
+    """The offsets of sequences in x [1, T, ...], and the most tokens of one; raises ValueError or TypeError."""
+    check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1], x.device)
+    if not 0 < longest <= x.shape[1]:
+        raise ValueError(f"longest: got {longest}, needs the most tokens of a sequence")
 
 
 def check_packed_part(call: PackedPartCall) -> None:
@@ -108,14 +120,17 @@ def check_packed_part(call: PackedPartCall) -> None:
 
 def check_prompt_attention(call: PromptAttentionCall) -> None:
     """Raises ValueError or TypeError."""
-    q, k, v, *others, window, sinks, scale, softcap, edge = call
-    check_window_attention(WindowCall(q, k, v, window, sinks, scale, None, softcap, edge))
+    q, k, v, *others, window, sinks, scale, softcap, edge, cu_seqlens, longest = call
+    check_window_attention(WindowCall(q, k, v, window, sinks, scale, cu_seqlens, softcap, edge))
     if sinks > SINKS:
         raise ValueError(f"sinks: got {sinks}, needs at most {SINKS}")
     B, T, HK, D = k.shape
     dims = {"k": "B T HK D", "keys": "B S HK D", "values": "B S HK D"}
-    sizes = {"B": B, "HK": HK, "D": D, "S": (T - 1) // GROUP * GROUP}
+    sizes = {"B": B, "HK": HK, "D": D, "S": (T - 1) // GROUP * GROUP if cu_seqlens is None else T}
     check_tensors(call, dims, sizes, ("keys", "values"))
+    if cu_seqlens is not None:
+        check_packed_row(cu_seqlens, longest, q)
+        others += q, k, v
     refuse_gradients("prompt_attention", "window_attention", *others)
 
 

@@ -42,6 +42,7 @@ from deltanet_kernels.window.attention import Kept, OtherForm, Upstream, reach_w
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import window_config
 
+NONE_BEFORE = -1  # groups of an old cache: no places in front of a sequence's own (`first_place`)
 PROGRAMS = 12  # per multiprocessor
 LEAST_SPAN = {64: 1, 128: 2, 256: 2}  # groups, by head size
 MOST_SPAN = 12  # groups
@@ -273,19 +274,27 @@ def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Te
 class Before(NamedTuple):
     """The cache and the tokens before those of a part, and where its sequences are, as in `PackedPartCall`."""
 
-    cache: PackedKeyValues
-    tokens: tuple[Tensor, Tensor]
+    cache: PackedKeyValues | None
+    """None where the sequences begin."""
+    tokens: tuple[Tensor | None, Tensor | None]
     """The tokens of the cache that are not packed, of `tokens_of`."""
     starts: Tensor | None
     longest: int
+
+
+def _before(call: PackPromptCall | PromptAttentionCall) -> Before | None:
+    """That of sequences which begin in one row."""
+    return None if call.cu_seqlens is None else Before(None, (None, None), call.cu_seqlens, call.longest)
 
 
 def _empty_prompt(call: PackPromptCall, old: PackedKeyValues | None = None, starts: Tensor | None = None):
     """The results of `_pack_prompt`, not yet computed."""
     (B, T, HK, D), device, groups = call.k.shape, call.k.device, call.groups
     N = (T - 1) // GROUP
-    groups = N if groups is None else groups
     rows, places = B, N * GROUP
+    if call.cu_seqlens is not None:
+        B, N, places = len(call.cu_seqlens) - 1, (call.longest - 1) // GROUP, T
+    groups = N if groups is None else groups
     if old is not None:  # restored numbers begin with those of the old cache and its current group
         B, places = len(old.lengths), (old.groups + cdiv(T, GROUP)) * GROUP
     if old is not None and starts is not None:
@@ -293,7 +302,7 @@ def _empty_prompt(call: PackPromptCall, old: PackedKeyValues | None = None, star
     sizes = (D, D, 4 * D // BLOCK)
     tokens = (torch.empty((B, HK, SINKS + GROUP, size), dtype=torch.uint8, device=device) for size in sizes)
     lengths = torch.empty(B, dtype=torch.int32, device=device)
-    new = call.k.new_empty if old is None else call.k.new_zeros  # a part fills fewer
+    new = call.k.new_empty if old is None and call.cu_seqlens is None else call.k.new_zeros  # others fill fewer
     seen = (new(rows, places, HK, D) for _ in range(2))
     return *_groups(B, HK, groups, D, call.bits, device), *tokens, lengths, *seen
 
@@ -308,13 +317,13 @@ def pack_prompt_op(
 
 def _pack_prompt(call: PackPromptCall, before: Before | None = None):
     """As `pack_prompt_op`, of a prompt or of a part."""
-    old, tokens, starts, longest = before or (None, (None, None), None, 0)
+    old, tokens, starts, longest = before or _before(call) or (None, (None, None), None, 0)
     made = _empty_prompt(call, old, starts)
     (k, v), strides = strided(*call[:2])
     (T, HK, D), groups = k.shape[1:], made[0].shape[2]
-    held, last = 0, (T - 1) // GROUP
+    T = T if starts is None else longest
+    held, last = NONE_BEFORE, (T - 1) // GROUP
     if old is not None:
-        T = T if starts is None else longest
         held, last = old.groups, old.groups + cdiv(T, GROUP)
     programs = max(last, groups) + 1
     launch(
@@ -357,10 +366,10 @@ def _prompt_attention(
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     config = window_config("forward", D, call.sinks, q.dtype)
     o, lse = _fake_prompt_attention(call)
-    old, tokens, starts, longest = before or (None, (None, None), None, 0)
-    lengths, held = (None, 0) if old is None else (old.lengths, old.groups)
-    if lengths is not None and starts is not None:
-        B, T = len(lengths), longest
+    old, tokens, starts, longest = before or _before(call) or (None, (None, None), None, 0)
+    lengths, held = (None, NONE_BEFORE) if old is None else (old.lengths, old.groups)
+    if starts is not None:
+        B, T = len(starts) - 1, longest
     launch(
         prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
         q, k, v, call.keys, call.values, *tokens, lengths, starts, o, lse, T, call.window, limit, held,
@@ -372,7 +381,7 @@ def _prompt_attention(
 
 
 def _backward(upstream: Upstream, call: PromptAttentionCall, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, keys, values, window, sinks, scale, softcap, edge = call
+    q, k, v, keys, values, window, sinks, scale, softcap, edge, *_ = call
     other = OtherForm(keys.contiguous(), values.contiguous(), GROUP)
     return window_backward(upstream, WindowCall(q, k, v, window, sinks, scale, None, softcap, edge), kept, other)
 
@@ -387,7 +396,7 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
         NotImplementedError: as `pack_prompt_triton`.
     """
     _supported(call.q.shape[3], call.q.dtype)
-    return _differentiable_prompt_attention(call)
+    return (_differentiable_prompt_attention if call.cu_seqlens is None else prompt_attention_op)(call)
 
 
 def _packing(call: PackedPartCall) -> PackPromptCall:

@@ -113,6 +113,8 @@ def torch_pack_groups(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Ten
 
 def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Tensor]:
     """`deltanet_kernels.pack_prompt` in PyTorch."""
+    if call.cu_seqlens is not None:
+        return _pack_row(call, call.cu_seqlens.diff().tolist())
     k, v = (x.transpose(1, 2) for x in call[:2])
     B, T = call.k.shape[:2]
     N = (T - 1) // GROUP
@@ -139,6 +141,20 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     return PackedKeyValues(*packed, *tokens, lengths, call.key_order), seen[0], seen[1]  # type: ignore[call-arg]
 
 
+def _pack_row(call: PackPromptCall, lengths: list[int]) -> tuple[PackedKeyValues, Tensor, Tensor]:
+    """`torch_pack_prompt` of each of the sequences in one row by itself."""
+    groups = (call.longest - 1) // GROUP if call.groups is None else call.groups
+    parts = zip(*(x.split(lengths, dim=1) for x in call[:2]), strict=True)
+    found = [torch_pack_prompt(call._replace(k=k, v=v, groups=groups, cu_seqlens=None)) for k, v in parts]
+    caches, *seen = zip(*found, strict=True)
+    keys, values = (
+        torch.cat([F.pad(x, (0, 0, 0, 0, 0, n - x.shape[1])) for x, n in zip(rows, lengths, strict=True)], dim=1)
+        for rows in seen
+    )
+    tensors = map(torch.cat, zip(*(cache.tensors for cache in caches), strict=True))
+    return caches[0].with_tensors(tensors), keys, values
+
+
 def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.prompt_attention` in PyTorch, differentiable.
 
@@ -146,7 +162,9 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     group. Elsewhere, attention to the other form of all tokens comes first; then, within each group, its terms are
     exchanged for those of k and v.
     """
-    q, k, v, *others, window, sinks, scale, softcap, edge = call
+    if call.cu_seqlens is not None:
+        return _attend_in_row(call, call.cu_seqlens.diff().tolist())
+    q, k, v, *others, window, sinks, scale, softcap, edge, _, _ = call
     length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     if by_flash(q, k, v, softcap) and not torch.compiler.is_compiling():
         q, k, v, keys, values = (x.to(wide) for x in (q, k, v, *others))
@@ -176,6 +194,17 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
         weight = weight + weights.sum(-1, keepdim=True)
     own, weight = (x.flatten(3, 4).flatten(1, 2)[:, :length] for x in (own, weight))
     return ((near.to(wide) + own) / (1 + weight)).to(near.dtype), lse + weight.squeeze(-1).log1p()
+
+
+def _attend_in_row(call: PromptAttentionCall, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """`torch_prompt_attention` of each of the sequences in one row by itself."""
+    found = []
+    for q, k, v, *others in zip(*(x.split(lengths, dim=1) for x in call[:5]), strict=True):
+        keys, values = (x[:, : (x.shape[1] - 1) // GROUP * GROUP] for x in others)
+        alone = call._replace(q=q, k=k, v=v, keys=keys, values=values, cu_seqlens=None)
+        found.append(torch_prompt_attention(alone))
+    o, lse = (torch.cat(x, dim=1) for x in zip(*found, strict=True))
+    return o, lse
 
 
 def _rounded(x: Tensor, other: Tensor) -> Tensor:
