@@ -25,7 +25,7 @@ from deltanet_hf.evaluation.baselines import (
     switch_off_window,
     untrained,
 )
-from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
+from deltanet_hf.evaluation.training_free import longest_window, with_windows
 from deltanet_hf.hub import loadable_folder, model_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
@@ -132,8 +132,8 @@ def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tupl
     """
     bits = cache_bits_of(model)
     smaller = longest_window(teacher, kept, stored_bytes(model, BYTES_AT, bits) - 1, BYTES_AT, bits) or 0
-    policy = WindowPolicy(kept, None if smaller == BYTES_AT else smaller + 1)
-    return set_cache_bits(policy.apply(teacher), bits)
+    window = None if smaller == BYTES_AT else smaller + 1
+    return set_cache_bits(with_windows(teacher, kept, window), bits)
 
 
 def _ablations(wiring: Any, hybrid: bool) -> list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]]:
