@@ -74,13 +74,12 @@ class LayerStream:
                 module.__class__ = StoredLinear
         return load_module(layer, self.teacher.checkpoint, prefix)
 
-    def load_head(self, device: torch.device) -> "Head":
-        """The final norm and the output head on a device; from then on, the model's layers are replaced."""
-        return Head(self, device)
-
 
 class Head:
-    """Final norm, output head and whatever else the family applies to the logits."""
+    """Final norm, output head and whatever else the family applies to the logits, on a device.
+
+    From then on, the layers of the stream's model are replaced.
+    """
 
     def __init__(self, stream: LayerStream, device: torch.device) -> None:
         self.device = device
