@@ -26,8 +26,8 @@ from .layer_stream import Head, LayerStream
 from .output_files import write_other_files
 from .storage.safetensors_folder import Checkpoint, all_finite
 from .storage.shard_writer import ShardWriter
+from .teacher_model import EMBEDDING
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "head"  # the step after the last layer
 # Rounding in float32 over one attention layer stays far below this; a wrong wiring gives about 1.
 SOFTMAX_TOLERANCE = 1e-4
