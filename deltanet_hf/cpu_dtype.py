@@ -1,4 +1,4 @@
-"""The dtype in which a CPU computes: float32, unless the CPU has instructions for bfloat16.
+"""The dtypes of `--dtype`, and the one in which a CPU computes: float32, unless it has instructions for bfloat16.
 
 Without them (AVX512_BF16 or AMX_BF16 on x86, BF16 on Arm) each product of bfloat16 matrices takes two to four times as
 long as in float32. Weights are stored in the dtype of the model in any case.
@@ -10,6 +10,9 @@ import functools
 
 import torch
 
+from deltanet_hf.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # names in `torch.cpu.get_capabilities`; the last is Arm's
 
 
@@ -24,6 +27,12 @@ def native_bfloat16() -> bool:
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in INSTRUCTIONS)
+
+
+def check_dtype(name: str) -> None:
+    """Raises UserError for a name that `--dtype` does not take."""
+    if name not in DTYPES:
+        raise UserError(f"--dtype: got {name!r}, expected one of {', '.join(DTYPES)}")
 
 
 def loading_dtype(dtype: str, device: torch.device) -> str:

@@ -21,13 +21,12 @@ LEAST_TEMPERATURE = 1e-4  # logits divided by less have no finite exponentials
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """Load a model in eval mode and its tokenizer from a folder or hub id; UserError if there is none."""
-    from deltanet_hf.cpu_dtype import loading_dtype
+    from deltanet_hf.cpu_dtype import check_dtype, loading_dtype
     from deltanet_hf.decoding.served import serve
     from deltanet_hf.hub import loadable_folder
     from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
 
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype: got {dtype!r}, expected auto, float32, bfloat16 or float16")
+    check_dtype(dtype)
     place, folder = chosen_device(device), loadable_folder(model)
     load_config(model, folder)
     tokenizer = load_tokenizer(model, folder)  # before the weights, because it takes no time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,24 +18,6 @@ from .layer_stream import Head
 from .start.copy_weights import expand_heads
 
 LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
-
-
-@dataclass(frozen=True)
-class LayerCheck:
-    """A layer's new attention compared with the teacher's, on the teacher's inputs of held-out text."""
-
-    cosine: float  # cosine of the outputs, mean over tokens
-    relative_mse: float  # squared error of the output divided by the squared norm of the teacher's output
-
-
-@dataclass(frozen=True)
-class ModelCheck:
-    """The converted model compared with the teacher on held-out text."""
-
-    tokens: int  # number of predicted tokens
-    teacher_perplexity: float
-    perplexity: float
-    kl: float  # KL(teacher || converted), nats per token
 
 
 class _Fused(nn.Module):
@@ -117,19 +98,25 @@ def _with_bias(layer: Mixer, attention: Any, name: str, groups: int) -> nn.Modul
 
 
 @torch.no_grad()
-def compare_outputs(layer: nn.Module, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]) -> tuple[float, float]:
-    """Mean cosine and relative MSE between the layer's output for `inputs` and `wanted`, both [n, T, hidden]."""
+def compare_outputs(layer: nn.Module, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]) -> dict[str, float]:
+    """How near a layer's output for `inputs` is to `wanted`, both [n, T, hidden].
+
+    Returns:
+        `cosine`, mean over tokens, and `relative_mse`, the squared error divided by the squared norm of `wanted`.
+    """
     cosine = squared = norm = 0.0
     for x, y in zip(inputs.split(1), wanted.split(1), strict=True):
         out, _ = layer(hidden_states=x, **kwargs)
         cosine += float(F.cosine_similarity(out, y, dim=-1).double().mean())
         squared += float((out - y).double().square().sum())
         norm += float(y.double().square().sum())
-    return cosine / len(inputs), squared / max(norm, 1e-30)
+    return {"cosine": cosine / len(inputs), "relative_mse": squared / max(norm, 1e-30)}
 
 
 @torch.no_grad()
-def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype) -> ModelCheck:
+def compare_models(
+    head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype
+) -> dict[str, float]:
     """Compares two models by the outputs of their last layers.
 
     Args:
@@ -137,6 +124,10 @@ def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, ro
         ids: token ids [n, T].
         teacher, student: outputs of the last decoder layer [n, T, hidden].
         rounding: dtype to which the head's weights are rounded for the student.
+
+    Returns:
+        The number of predicted `tokens`, `teacher_perplexity` and `perplexity`, and `kl`, KL(teacher || student) in
+        nats per token.
     """
     targets = ids[:, 1:].flatten().to(head.device)
     flat_teacher, flat_student = (hidden[:, :-1].flatten(0, 1).to(head.device) for hidden in (teacher, student))
@@ -149,7 +140,8 @@ def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, ro
         losses[1] += F.nll_loss(got, targets[part], reduction="sum").double()
         losses[2] += kl_from_log_probs(want, got).double().sum()
     teacher_loss, loss, kl = (losses / len(targets)).tolist()
-    return ModelCheck(len(targets), _exp(teacher_loss), _exp(loss), kl)
+    perplexities = {"teacher_perplexity": _exp(teacher_loss), "perplexity": _exp(loss)}
+    return {"tokens": len(targets), **perplexities, "kl": kl}
 
 
 def _exp(loss: float) -> float:

@@ -4,7 +4,6 @@ Only one decoder layer of the teacher is in memory at a time. Every step ends wi
 folder (`deltanet_hf.publish`); a resumed run skips the steps that the journal lists.
 """
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,12 @@ from .compare_to_teacher import compare_models
 from .conversion_record import finished_report, report, request
 from .job import Job
 from .layer_step import LayerStep, LayerWork
-from .layer_stream import LayerStream
+from .layer_stream import Head, LayerStream
 from .output_files import write_other_files
 from .storage.safetensors_folder import Checkpoint, all_finite
 from .storage.shard_writer import ShardWriter
+from .teacher_model import EMBEDDING
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "head"  # the step after the last layer
 # Rounding in float32 over one attention layer stays far below this; a wrong wiring gives about 1.
 SOFTMAX_TOLERANCE = 1e-4
@@ -149,10 +148,9 @@ class _Run:
         for name in self.job.plan.layout.specs:
             if not name.startswith(("model.layers.", EMBEDDING)):
                 self._copy(name)
-        head = self.stream.load_head(self.job.device)
+        head = Head(self.stream, self.job.device)
         self.progress(self.count, self.count, "perplexity", {})
-        found = compare_models(head, self.text.held_out, activations.held_out, activations.student, self.job.dtype)
-        return dataclasses.asdict(found)
+        return compare_models(head, self.text.held_out, activations.held_out, activations.student, self.job.dtype)
 
     def _copy(self, name: str) -> None:
         self.writer.write(name, _rounded_blocks(self.job.teacher.checkpoint, name, self.job.dtype))

@@ -109,7 +109,7 @@ class Plan:
             "disk_bytes": self.disk_bytes,
             "cache_bits": self.cache_bits,
             "cache_bytes": self.cache_bytes,
-            "positions": None if self.positions is None else self.positions.to_dict(),
+            "positions": None if self.positions is None else asdict(self.positions),
         }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES
@@ -21,13 +22,12 @@ from deltanet_hf.models.layers import INSERTED_QK_NORMS, LayerTable
 from deltanet_hf.process_memory import give_back_freed_memory
 
 from .activations import Activations
-from .compare_to_teacher import LayerCheck, compare_outputs, softmax_error
-from .device import moved
+from .compare_to_teacher import compare_outputs, softmax_error
 from .expert_stream import round_experts
 from .layer_stream import LayerStream
 from .start import start_rule
 from .start.key_order import measured_key_order, set_key_order
-from .start.norm_fit import NormFigures, compare_attention, insert_norms
+from .start.norm_fit import compare_attention, insert_norms
 from .start.samples import LayerCalibration
 
 
@@ -79,7 +79,7 @@ class LayerStep:
             # The distances of windows end within the teacher's positions, and further ones turn no more by YaRN.
             teacher: Any = self.stream.model
             drop_still_key_bias(layer.self_attn, teacher.model.rotary_emb, teacher.config.max_position_embeddings)
-        kwargs = moved(self.stream.layer_kwargs[index], self.device)
+        kwargs = tree_map_only(Tensor, lambda x: x.to(self.device), self.stream.layer_kwargs[index])
         new = self.student.model.layers[index].self_attn
         converted, ordered = table[index] is not None, table.key_order
         changes = converted or index in getattr(self.student.config, INSERTED_QK_NORMS, ())
@@ -119,7 +119,7 @@ class LayerStep:
         _round(layer, self.dtype)
         kind_of(new).use_cache_bits(LayerTable.of(self.student.config).cache_bits)
         if changes:
-            figures |= dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, self._of_student(kwargs))))
+            figures |= compare_outputs(new, inputs, wanted, self._of_student(kwargs))
         _advance(layer, activations.student, self._of_student(kwargs))
         return layer.to("cpu"), figures
 
@@ -128,7 +128,8 @@ class LayerStep:
         attention, new, kwargs = work.layer.self_attn, work.new, work.kwargs
         if not work.converted:
             _round(new, self.dtype)
-            return dataclasses.asdict(NormFigures(*compare_attention(attention, new, inputs, kwargs))) | work.figures
+            kl, error = compare_attention(attention, new, inputs, kwargs)
+            return {"attention_kl": kl, "logit_error": error} | work.figures
         if new.rearranges_weights:
             return work.figures | {"softmax_error": softmax_error(attention, new, inputs[:1], kwargs)}
         return work.figures

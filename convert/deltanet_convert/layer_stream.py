@@ -15,7 +15,7 @@ from deltanet_hf.models.decoder import LayerwiseDecoder
 
 from .expert_stream import leave_experts_stored
 from .storage.safetensors_folder import BLOCK_ELEMENTS, Checkpoint
-from .teacher_model import Teacher
+from .teacher_model import EMBEDDING, HEAD, Teacher
 
 
 class LayerStream:
@@ -42,7 +42,7 @@ class LayerStream:
         """
         used, positions = torch.unique(torch.cat([ids.flatten() for ids in batches]), return_inverse=True)
         table = self.model.model.embed_tokens
-        rows = read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used)
+        rows = read_rows(self.teacher.checkpoint, EMBEDDING, used)
         table.weight = nn.Parameter(rows if rounding is None else rows.to(rounding).float(), False)
         table.padding_idx = None  # it is an index into the complete table
         outputs, offset = [], 0
@@ -74,13 +74,12 @@ class LayerStream:
                 module.__class__ = StoredLinear
         return load_module(layer, self.teacher.checkpoint, prefix)
 
-    def load_head(self, device: torch.device) -> "Head":
-        """The final norm and the output head on a device; from then on, the model's layers are replaced."""
-        return Head(self, device)
-
 
 class Head:
-    """Final norm, output head and whatever else the family applies to the logits."""
+    """Final norm, output head and whatever else the family applies to the logits, on a device.
+
+    From then on, the layers of the stream's model are replaced.
+    """
 
     def __init__(self, stream: LayerStream, device: torch.device) -> None:
         self.device = device
@@ -89,10 +88,9 @@ class Head:
         self.stand_in = _StandIn()
         self.model.model.layers = nn.ModuleList([self.stand_in])
         load_module(self.model.model.norm, checkpoint, "model.norm.")
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
         self.head = self.model.lm_head
         self.head.__class__ = StoredLinear
-        self.head.weight = nn.Parameter(checkpoint.read(name), False)
+        self.head.weight = nn.Parameter(checkpoint.read(EMBEDDING if tied else HEAD), False)
         for name, module in self.model.model.named_children():
             if name != "embed_tokens":  # not loaded
                 module.to(device)

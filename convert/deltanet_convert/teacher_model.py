@@ -237,8 +237,9 @@ def _guarded(file: Path, build: Callable[[], Any]) -> Any:
     try:
         return build()
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{file}: transformers cannot build the model from it ({reason}); correct the key") from error
+        raise UserError(
+            f"{file}: transformers cannot build the model from it ({one_line(error, 300)}); correct the key"
+        ) from error
 
 
 def _same_values(checkpoint: Checkpoint, first: str, second: str) -> bool:

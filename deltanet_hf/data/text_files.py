@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 
 FORMATS = ".txt, .md, .jsonl (each also as .gz or .xz) or .parquet"
 LONGEST_LINE = 1 << 28  # characters; a longer line of JSON is no document but would be held in memory all the same
@@ -147,7 +147,7 @@ class TextFile:
         except UnicodeDecodeError as error:
             raise self._error(f"is not UTF-8 text ({error.reason}); convert it to UTF-8") from None
         except _UNREADABLE as error:
-            raise self._error(f"cannot be read ({_one_line(error)}); check the file") from None
+            raise self._error(f"cannot be read ({one_line(error)}); check the file") from None
 
     def _json_lines(self, stream: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
         number = 0
@@ -184,7 +184,7 @@ class TextFile:
                     number += 1
                     yield f"row {number}", row
         except pyarrow.ArrowInvalid as error:
-            raise self._error(f"not a parquet file ({_one_line(error)}); check the file") from None
+            raise self._error(f"not a parquet file ({one_line(error)}); check the file") from None
 
     @property
     def _key_remedy(self) -> str:
@@ -200,7 +200,3 @@ def _pieces(stream: io.TextIOWrapper, most: int | None) -> Iterator[str]:
     while piece := stream.read(PIECE if left is None else min(PIECE, left)):
         yield piece
         left = None if left is None else left - len(piece)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -20,34 +19,24 @@ from deltanet_hf.models.restrict import restrict_to_window
 SINKS = 4
 
 
-@dataclass(frozen=True)
-class WindowPolicy:
-    """The teacher with some layers as they are and a window in the others.
+def with_windows(
+    teacher: PreTrainedModel, kept: Collection[int], window: int | None, sinks: int = SINKS
+) -> PreTrainedModel:
+    """A copy of the teacher with some layers as they are and a window in the others.
 
-    Attributes:
+    Layers whose own sliding window is not longer stay as they are: a second window would only cost memory.
+
+    Args:
         kept: layers without a window.
         window: the most recent tokens that the other layers see; None leaves the teacher as it is.
         sinks: the tokens at the start that they also see.
     """
-
-    kept: tuple[int, ...]
-    window: int | None
-    sinks: int = SINKS
-
-    def apply(self, teacher: PreTrainedModel) -> PreTrainedModel:
-        """A copy of the teacher under this policy.
-
-        Layers whose own sliding window is not longer stay as they are: a second window would only cost memory.
-        """
-        model = copy.deepcopy(teacher)
-        if self.window is None:
-            return model
-        layers = [i for i in range(model.config.num_hidden_layers) if i not in self.kept and not self._has(model, i)]
-        return restrict_to_window(model, self.window, self.sinks, layers) if layers else model
-
-    def _has(self, model: PreTrainedModel, layer: int) -> bool:
-        family_window = sliding_window(model.config, layer)
-        return family_window is not None and self.window is not None and family_window <= self.window + self.sinks
+    model = copy.deepcopy(teacher)
+    if window is None:
+        return model
+    own = {layer: sliding_window(model.config, layer) for layer in range(model.config.num_hidden_layers)}
+    layers = [i for i, size in own.items() if i not in kept and (size is None or size > window + sinks)]
+    return restrict_to_window(model, window, sinks, layers) if layers else model
 
 
 def longest_window(teacher: PreTrainedModel, kept: Collection[int], budget: int, tokens: int, bits: int) -> int | None:
@@ -59,6 +48,6 @@ def longest_window(teacher: PreTrainedModel, kept: Collection[int], budget: int,
     """
 
     def size(window: int) -> int:
-        return stored_bytes(WindowPolicy(tuple(kept), window).apply(teacher), tokens, bits)
+        return stored_bytes(with_windows(teacher, kept, window), tokens, bits)
 
     return bisect.bisect_right(range(1, tokens + 1), budget, key=size) or None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -63,9 +63,6 @@ class FarPositions:
         check_at_least(where, "teacher", values["teacher"], 2)
         check_at_least(where, "context", values["context"], values["teacher"] + 1)
         return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def sink_bound(self, reach: int) -> int:
         """The furthest position from which sinks are seen, where windows hold them up to the position `reach`."""

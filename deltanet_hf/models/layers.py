@@ -13,7 +13,7 @@ further than its teacher (`far_positions.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -207,7 +207,7 @@ class LayerTable:
         """The JSON form, as it stands in config.json."""
         table = {"kinds": {name: kind.to_dict() for name, kind in self.kinds.items()}, "layers": list(self.layers)}
         bits = {} if self.cache_bits == 16 else {"cache_bits": self.cache_bits}
-        positions = {} if self.positions is None else {"positions": self.positions.to_dict()}
+        positions = {} if self.positions is None else {"positions": asdict(self.positions)}
         return table | bits | ({"key_order": True} if self.key_order else {}) | positions
 
     def __getitem__(self, index: int) -> Kind | None:

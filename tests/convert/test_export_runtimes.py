@@ -140,7 +140,7 @@ def test_speed_is_measured_warm_and_never_made_up(tmp_path: Path, monkeypatch: p
     for decoding, speed in ((4.0, 8.0), (-0.5, 0.0)):
         running = Slow(decoding)
         monkeypatch.setattr(runtime_check, "time", running)
-        assert measure_speed(running, reference) == (256.0, speed)
+        assert measure_speed(running.write, reference) == (256.0, speed)
 
 
 def test_more_than_rounding_is_not_within() -> None:

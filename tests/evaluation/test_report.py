@@ -29,7 +29,7 @@ from deltanet_hf.evaluation.tasks.harness import _stratified
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
 from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
-from deltanet_hf.evaluation.training_free import WindowPolicy
+from deltanet_hf.evaluation.training_free import with_windows
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.models.layers import LayerTable
 from support.local_hub import local_hub
@@ -236,15 +236,16 @@ def test_what_costs_no_training_has_the_bits_of_each_student(tmp_path: Path, mon
         if row.change is not None:
             made[row.name] = row.change(tiny_mixture("llama", tables[Path(row.folder).name]), teacher)
             assert cache_bits_of(made[row.name]) == 4
-    policies = {"teacher, cache in 4 bits": WindowPolicy((), None), "a, untrained": WindowPolicy((3,), 9)}
+    policies: dict[str, tuple[Any, Any]] = {"teacher, cache in 4 bits": ((), None), "a, untrained": ((3,), 9)}
     for name, kept in zip(b, ((), (3,)), strict=True):
-        policies[name] = WindowPolicy(kept, made[name].model.layers[0].self_attn.settings.window)
-        shorter = replace(policies[name], window=policies[name].window - 1).apply(teacher)
+        window = made[name].model.layers[0].self_attn.settings.window
+        policies[name] = kept, window
+        shorter = with_windows(teacher, kept, window - 1)
         sizes = [sequence_bytes(each, 130) for each in (set_cache_bits(shorter, 4), student, made[name])]
         assert sizes[0] < sizes[1] <= sizes[2]
     ids = torch.randint(3, 97, (1, 120), generator=torch.Generator().manual_seed(0))
     for name, policy in policies.items():
-        expected = set_cache_bits(policy.apply(teacher), 4)
+        expected = set_cache_bits(with_windows(teacher, *policy), 4)
         torch.testing.assert_close(made[name](ids).logits, expected(ids).logits)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.speed import sequence_bytes
-from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
+from deltanet_hf.evaluation.training_free import longest_window, with_windows
 from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import LAYERS, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
@@ -39,7 +39,7 @@ def test_the_window_is_the_longest_within_the_bytes(kept: tuple[int, ...]) -> No
 
 def test_without_a_window_it_is_the_teacher() -> None:
     teacher, ids = tiny_teacher("llama"), torch.arange(3, 60)[None]
-    assert torch.equal(WindowPolicy((), None).apply(teacher)(ids).logits, teacher(ids).logits)
+    assert torch.equal(with_windows(teacher, (), None)(ids).logits, teacher(ids).logits)
 
 
 @torch.no_grad()
@@ -47,12 +47,12 @@ def test_policies_leave_the_teacher_alone_and_restrict_only_the_others() -> None
     teacher = tiny_teacher("llama")
     ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
     before = teacher(ids).logits
-    policy = WindowPolicy((1, 2), 3, 1).apply(teacher)
+    policy = with_windows(teacher, (1, 2), 3, 1)
     assert torch.equal(teacher(ids).logits, before)
     assert not torch.allclose(policy(ids).logits, before, atol=1e-3)
     kinds = [type(layer.self_attn).__name__.startswith("Window") for layer in policy.model.layers]
     assert kinds == [True, False, False, True]
-    blind = WindowPolicy((), 3, 0).apply(teacher)
+    blind = with_windows(teacher, (), 3, 0)
     changed = ids.clone()
     changed[0, 0] = (ids[0, 0] + 1) % 97
     far = LAYERS * 2 + 1  # tokens that the first one can reach through windows of 3
@@ -62,7 +62,7 @@ def test_policies_leave_the_teacher_alone_and_restrict_only_the_others() -> None
 
 def test_a_familys_own_window_is_not_made_larger() -> None:
     teacher = tiny_teacher("gemma2")  # layers 0 and 2 see 8 tokens
-    full = sequence_bytes(WindowPolicy((), 50).apply(teacher), TOKENS)
+    full = sequence_bytes(with_windows(teacher, (), 50), TOKENS)
     own = sequence_bytes(restrict_to_window(tiny_teacher("gemma2"), 50), TOKENS)
     assert full < own
 

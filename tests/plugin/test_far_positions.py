@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +363,7 @@ def test_yarn_takes_what_default_positions_take() -> None:
 
 def test_what_is_refused() -> None:
     far_away = FarPositions("yarn", TEACHER, CONTEXT)
-    values = far_away.to_dict()
+    values = asdict(far_away)
     assert_refused(
         FarPositions.from_dict,
         [

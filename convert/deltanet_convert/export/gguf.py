@@ -13,7 +13,7 @@ from typing import Any
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.file_lock import locked_beside
-from deltanet_hf.safe_write import sync_folder, write_atomically, writing
+from deltanet_hf.safe_write import sync_file, sync_folder, write_atomically, writing
 
 from ..storage.safetensors_folder import read_json
 from .export_plan import ExportPlan
@@ -79,8 +79,7 @@ def _write_gguf(
         write_export(plan, folder, "transformers", resume=half, overwrite=False, progress=progress)
     _run_converter(script, folder, made, OUTTYPES[outtype], work / "log.txt")
     with writing(out):
-        with made.open("rb") as stream:
-            os.fsync(stream.fileno())
+        sync_file(made)
         os.replace(made, out)
         sync_folder(out.parent)
         os.replace(folder, work / "done")  # a half-deleted folder is never called `model`

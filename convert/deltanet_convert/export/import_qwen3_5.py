@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.model_sizes import head_size
 from deltanet_hf.model_types import family_type
 from deltanet_hf.models.factory import model_class
@@ -26,11 +26,11 @@ from deltanet_hf.version import install_command
 from ..meta_model import meta_model
 from ..storage.safetensors_folder import Checkpoint, read_json
 from ..storage.shard_writer import Layout, plan_layout
-from ..teacher_model import check_tensors, output_specs
+from ..teacher_model import EMBEDDING, HEAD, check_tensors, output_specs
 from . import rewrite
 from .companions import write_companions
 from .folder_writer import Progress, write_folder
-from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, reader
+from .model_folder import FINAL_NORM, FLOAT32_KEPT, reader
 from .norms import factors_from_json, multiply_columns, uncentre
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
 from .stream_export import RECORD
@@ -84,7 +84,7 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
         config = imported if record is None else AutoConfig.for_model(**record["source"])
     except Exception as error:
         where = file if record is None else folder / RECORD
-        raise UserError(f"{where}: cannot be read ({' '.join(str(error).split())[:300]}); correct the key") from error
+        raise UserError(f"{where}: cannot be read ({one_line(error, 300)}); correct the key") from error
     stored = meta_model(Qwen3_5ForCausalLM, imported, dtype)
     check_tensors(file, stored, checkpoint, stored_as=partial(_name_in, checkpoint), alone=False)
     config.dtype = dtype

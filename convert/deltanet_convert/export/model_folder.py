@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.model_types import PREFIX, family_type
 from deltanet_hf.models.factory import model_class
@@ -20,10 +20,8 @@ from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
 from ..meta_model import meta_model
 from ..storage.safetensors_folder import Checkpoint, read_json
-from ..teacher_model import check_tensors
+from ..teacher_model import EMBEDDING, check_tensors
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 FLOAT32_KEPT = GatedDeltaNet.fp32  # suffixes of the parameters that a converted model of any dtype has in float32
 
@@ -74,8 +72,7 @@ def read_converted_config(folder: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{file}: transformers cannot read it ({reason}); correct the key") from error
+        raise UserError(f"{file}: transformers cannot read it ({one_line(error, 300)}); correct the key") from error
 
 
 def reader(checkpoint: Checkpoint, dtype: torch.dtype, float32: tuple[str, ...]) -> Any:

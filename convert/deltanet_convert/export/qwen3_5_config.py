@@ -11,7 +11,7 @@ from deltanet_hf.model_sizes import head_size
 from deltanet_hf.model_types import family_type
 from deltanet_hf.models.layers import LayerTable
 
-from ..decoder_config import DECODER_KEYS
+from ..start.norm_config import DECODER_KEYS
 from .obstacles import QWEN3_5_FAMILY
 from .slots import Slots, fixed_interval
 

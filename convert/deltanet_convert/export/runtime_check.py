@@ -8,8 +8,9 @@ model. On a CPU that has no bfloat16, what PyTorch computes is compared in float
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def compare_modes(
         if reference.transcript:
             text = running.write(reference.transcript, TRANSCRIPT_TOKENS, reference.tokenizer)
         figures = compare(reference, steps)
-        speed = measure_speed(running, reference)
+        speed = measure_speed(running.write, reference)
         found.append(Comparison(name, mode, **figures, ours=noise, speed=speed, text=text))
         if mode == FLOAT32 and low:
             own = own_noise(running, reference.prompts, low)
@@ -191,13 +192,16 @@ def own_noise(float32: Runtime, prompts: Sequence[list[int]], low: Sequence[list
     return sum(found) / max(1, len(found))
 
 
-def measure_speed(running: Any, reference: Reference) -> tuple[float, float]:
-    """Tokens per second of reading a prompt at once and of decoding after it; one sequence. 0 if noise hides it."""
+def measure_speed(write: Callable[..., str], reference: Reference) -> tuple[float, float]:
+    """Tokens per second of reading a prompt at once and of decoding after it; one sequence. 0 if noise hides it.
+
+    `write` continues a prompt, as of `Runtime`.
+    """
     prompt, tokens = reference.speed_prompt, reference.speed_tokens
 
     def seconds(new: int) -> float:
         started = time.perf_counter()
-        running.write(prompt, new, reference.tokenizer)
+        write(prompt, new, reference.tokenizer)
         return time.perf_counter() - started
 
     read = min(seconds(1), seconds(1))  # the first warms up
@@ -205,23 +209,13 @@ def measure_speed(running: Any, reference: Reference) -> tuple[float, float]:
     return len(prompt) / max(read, 1e-9), tokens / decoding if decoding > 0 else 0.0
 
 
-class _Ours:
-    """deltanet-hf's model with the method of a runtime."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
-        return generated(self.model, prompt, tokens, tokenizer)
-
-
 def _ourselves(reference: Reference, dtype: torch.dtype | None) -> list[Comparison]:
     """Rows for deltanet-hf's own model: its speed and its text."""
     found = []
     stored = dtype if dtype is not None and native_bfloat16() else torch.float32
     for used in dict.fromkeys((torch.float32, stored)):
-        ours = _Ours(reference.float32 if used == torch.float32 else reference.in_dtype(used))
-        text = ours.write(reference.transcript, TRANSCRIPT_TOKENS, reference.tokenizer) if reference.transcript else ""
+        write = partial(generated, reference.float32 if used == torch.float32 else reference.in_dtype(used))
+        text = write(reference.transcript, TRANSCRIPT_TOKENS, reference.tokenizer) if reference.transcript else ""
         mode = str(used).removeprefix("torch.")
-        found.append(Comparison(f"{OURS} {__version__}", mode, speed=measure_speed(ours, reference), text=text))
+        found.append(Comparison(f"{OURS} {__version__}", mode, speed=measure_speed(write, reference), text=text))
     return found

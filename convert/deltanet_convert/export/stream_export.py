@@ -15,11 +15,12 @@ from deltanet_hf.model_types import family_type
 from deltanet_hf.safe_write import write_atomically, writing
 
 from ..storage.safetensors_folder import read_json
+from ..teacher_model import EMBEDDING, HEAD
 from . import rewrite
 from .companions import export_note, keep_own_tokenizer, write_companions
 from .export_plan import ExportPlan
 from .folder_writer import Progress, write_folder
-from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel
+from .model_folder import FINAL_NORM, ConvertedModel
 from .norms import centre, divide_columns
 from .obstacles import QWEN3_5_FAMILY
 from .rewrite import Heads, Named

@@ -173,7 +173,8 @@ class SelectOptions(Options):
         fast as float32)."""
         import torch
 
-        in_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        if self.torch_device.type == "cuda" or (self.method == "gradient" and in_bfloat16):
+        from deltanet_hf.cpu_dtype import native_bfloat16
+
+        if self.torch_device.type == "cuda" or (self.method == "gradient" and native_bfloat16()):
             return torch.bfloat16
         return torch.float32

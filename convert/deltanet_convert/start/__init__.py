@@ -15,7 +15,6 @@ teacher's attention.
     copy_weights.py     the teacher's projections and norms
     key_order.py        which channels of keys get 5 and 3 of the 4 bits
     norm_fit.py         q/k norms for softmax layers that have none (`norm_config.py`: for which models)
-    turns.py            the rules of several layers, in threads
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ StartRule = Callable[[Any, Any, LayerCalibration], dict[str, Any]]
 """(attention, layer, calibration) -> figures for `conversion.json`.
 
 `attention` is the teacher's module and `layer` the new one, both float32. A rule draws random numbers from
-torch's global generator only, and may run in a thread beside those of other layers: `turns.py` keeps their random
-numbers apart."""
+torch's global generator only."""
 
 
 def start_mixed_heads(attention: Any, layer: MixedHeads, calibration: LayerCalibration) -> dict[str, Any]:

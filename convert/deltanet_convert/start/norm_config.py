@@ -15,8 +15,22 @@ from transformers import PreTrainedConfig, Qwen3Config
 from deltanet_hf.model_sizes import head_size
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 
-from ..decoder_config import DECODER_KEYS
-
+# Keys that the configs of all families and of Qwen3.5 share.
+DECODER_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
 # Families whose decoder layer equals Qwen3's except for the norms (and Qwen2's biases, which `norm_fit.py` folds).
 WITHOUT_NORMS = ("llama", "mistral", "qwen2")
 CARRIED = (*DECODER_KEYS, "num_hidden_layers", "rope_parameters", "attention_dropout")

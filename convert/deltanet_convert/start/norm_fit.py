@@ -44,14 +44,6 @@ class Fit:
     k_pairs: list[int]
 
 
-@dataclass(frozen=True)
-class NormFigures:
-    """A kept layer with inserted norms compared with the teacher's, on the teacher's inputs of held-out text."""
-
-    attention_kl: float  # KL(teacher's || this attention), nats, mean over heads and tokens
-    logit_error: float  # relative RMS error of the attention logits, each row about its mean
-
-
 @torch.no_grad()
 def insert_norms(attention: Any, normed: Any, x: Tensor, kwargs: dict[str, Any]) -> Fit:
     """Sets every parameter of `normed`. Of `SIZES`, the one with the smallest KL of the attention is used.

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltanet_hf.safe_write import reserve, sync_folder, write_atomically, writing
+from deltanet_hf.safe_write import reserve, sync_file, sync_folder, write_atomically, writing
 
 from .safetensors_folder import INDEX_FILE, SINGLE_FILE
 from .safetensors_header import FLOAT_DTYPES
@@ -134,12 +134,9 @@ class ShardWriter:
             path = self._temporary(shard)
             reserve(path, shard.size)
             with writing(path):
-                descriptor = os.open(path, os.O_RDWR)
-                try:
-                    _write_at(descriptor, memoryview(shard.header), 0)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                with path.open("r+b") as file:
+                    file.write(shard.header)
+                sync_file(path)
         with writing(self.folder):
             sync_folder(self.folder)
 
@@ -171,11 +168,7 @@ class ShardWriter:
         for shard in self._touched.values():
             path = self._temporary(shard)
             with writing(path):
-                descriptor = os.open(path, os.O_WRONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync_file(path)
         self._touched.clear()
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,27 +101,43 @@ def _score_batch(
     device: torch.device,
 ) -> list[tuple[float, bool]]:
     """The results for `members`, which are pairs (row in `batch`, index of the request)."""
-    length = -(-len(batch[0]) // LENGTH_STEP) * LENGTH_STEP
-    ids = np.zeros((len(batch), length), dtype=np.int64)
-    for row, inputs in enumerate(batch):
-        ids[row, : len(inputs)] = inputs
+    ids = padded(batch, device)
+    length = ids.shape[1]
     counts = np.array([len(requests[index].targets) for _, index in members])
     ends = np.array([len(batch[row]) for row, _ in members])
     keep = int(length - (ends - counts).min())
-    logits = last_logits(torch.from_numpy(ids).to(device), keep)  # [B, keep, V]
+    logits = last_logits(ids, keep)  # [B, keep, V]
 
-    row_of = np.repeat([row for row, _ in members], counts)
-    position_of = np.concatenate([np.arange(e - c, e) for e, c in zip(ends, counts, strict=True)]) - (length - keep)
+    rows = np.repeat([row for row, _ in members], counts)
+    places = np.concatenate([np.arange(e - c, e) for e, c in zip(ends, counts, strict=True)]) - (length - keep)
     targets = np.concatenate([requests[index].targets for _, index in members])
-    row_N, position_N, target_N = (torch.from_numpy(x).to(device) for x in (row_of, position_of, targets))
-    log_probs, hits = [], []
-    for start in range(0, len(targets), _ROWS):
-        part = slice(start, start + _ROWS)
-        selected = logits[row_N[part], position_N[part]].float()  # [<= _ROWS, V]
-        chosen = selected.gather(1, target_N[part, None]).squeeze(1)
-        log_probs.append(chosen - selected.logsumexp(dim=1))
-        hits.append(selected.argmax(dim=1) == target_N[part])
+    nats, hits = token_outcomes(logits, *(torch.from_numpy(x).to(device) for x in (rows, places, targets)))
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    sums = np.add.reduceat(torch.cat(log_probs).double().cpu().numpy(), starts)
-    exact = np.logical_and.reduceat(torch.cat(hits).cpu().numpy(), starts)
-    return [(float(s), bool(e)) for s, e in zip(sums, exact, strict=True)]
+    sums, exact = np.add.reduceat(nats, starts), np.logical_and.reduceat(hits, starts)
+    return [(-float(s), bool(e)) for s, e in zip(sums, exact, strict=True)]
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Rows of token ids, padded with 0 on the right to a multiple of `LENGTH_STEP` [B, T] int64; exact for causal
+    models."""
+    length = -(-max(map(len, rows)) // LENGTH_STEP) * LENGTH_STEP
+    ids = np.zeros((len(rows), length), dtype=np.int64)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = tokens
+    return torch.from_numpy(ids).to(device)
+
+
+def token_outcomes(logits: Tensor, rows: Tensor, places: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Negative log-probabilities [M] float64 of tokens in nats, and whether each is the most likely one [M] bool.
+
+    Args:
+        logits: [B, K, V].
+        rows, places: [M] int64, where the logits of each token are.
+        targets: the tokens [M] int64.
+    """
+    losses, hits = [], []
+    for row, place, target in zip(rows.split(_ROWS), places.split(_ROWS), targets.split(_ROWS), strict=True):
+        chosen = logits[row, place].float()  # [<= _ROWS, V]
+        losses.append(torch.nn.functional.cross_entropy(chosen, target, reduction="none"))
+        hits.append(chosen.argmax(-1) == target)
+    return torch.cat(losses).double().cpu().numpy(), torch.cat(hits).cpu().numpy()

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from deltanet_hf.evaluation.measures.continuations import LENGTH_STEP, token_budget
+from deltanet_hf.evaluation.measures.continuations import padded, token_budget, token_outcomes
 
 _LOGITS_CUDA = 1 << 31  # elements of the logits of a batch: 4 GiB in bfloat16
-_ROWS = 4096  # positions whose logits are normalised in float32 at a time
 
 Span = tuple[int, int]
 """Positions [begin, end) of tokens in a sequence."""
@@ -80,15 +78,6 @@ def answer_outcomes(model: PreTrainedModel, probes: Sequence[Probe]) -> AnswerOu
     return AnswerOutcomes(nats, first, exact, owners)
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device, step: int = 1) -> Tensor:
-    """Rows of token ids, padded with 0 on the right to a multiple of `step` [B, T] int64; exact for causal models."""
-    length = -(-max(map(len, rows)) // step) * step
-    ids = np.zeros((len(rows), length), dtype=np.int64)
-    for row, tokens in enumerate(rows):
-        ids[row, : len(tokens)] = tokens
-    return torch.from_numpy(ids).to(device)
-
-
 def _rows(model: PreTrainedModel, probes: list[Probe]) -> int:
     """Number of probes, the longest first, that fit into a forward pass."""
     longest = len(probes[0].ids)
@@ -101,21 +90,14 @@ def _rows(model: PreTrainedModel, probes: list[Probe]) -> int:
 
 def _batch_outcomes(model: PreTrainedModel, probes: list[Probe]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Per probe the nats, first and exact of its answers."""
-    ids = padded([probe.ids for probe in probes], model.device, LENGTH_STEP)
+    ids = padded([probe.ids for probe in probes], model.device)
     begin = min(first for probe in probes for first, _ in probe.answers) - 1  # predicts the first answer's first token
     logits = model(ids, use_cache=False, logits_to_keep=ids.shape[1] - begin).logits
     spans = [(row, *answer) for row, probe in enumerate(probes) for answer in probe.answers]
     rows = torch.tensor([row for row, first, end in spans for _ in range(first, end)], device=ids.device)
     places = torch.tensor([place for _, first, end in spans for place in range(first, end)], device=ids.device)
-    losses, hits = [], []
-    for row, place in zip(rows.split(_ROWS), places.split(_ROWS), strict=True):
-        chosen, correct = logits[row, place - 1 - begin].float(), ids[row, place]
-        losses.append(torch.nn.functional.cross_entropy(chosen, correct, reduction="none"))
-        hits.append(chosen.argmax(-1) == correct)
+    nats, hit = token_outcomes(logits, rows, places - 1 - begin, ids[rows, places])
     starts = np.cumsum([0, *(end - first for _, first, end in spans)])[:-1]
-    hit = torch.cat(hits).cpu().numpy()
-    nats = np.add.reduceat(torch.cat(losses).double().cpu().numpy(), starts)
-    exact = np.logical_and.reduceat(hit, starts)
     cuts = np.cumsum([len(probe.answers) for probe in probes])[:-1]
-    parts = [np.split(values, cuts) for values in (nats, hit[starts], exact)]
-    return list(zip(*parts, strict=True))
+    answers = (np.add.reduceat(nats, starts), hit[starts], np.logical_and.reduceat(hit, starts))
+    return list(zip(*(np.split(values, cuts) for values in answers), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,10 +31,6 @@ class SpeedPoint:
     decode_tokens_per_second: float
     cache_bytes: int
     peak_bytes: int | None
-
-    def to_dict(self) -> dict[str, float | int | None]:
-        """JSON form."""
-        return asdict(self)
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +24,10 @@ from deltanet_hf.evaluation.baselines import (
     switch_off_window,
     untrained,
 )
-from deltanet_hf.evaluation.training_free import WindowPolicy, longest_window
+from deltanet_hf.evaluation.training_free import longest_window, with_windows
 from deltanet_hf.hub import loadable_folder, model_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
-from deltanet_hf.mixers.window import WindowAttention, WindowSettings
+from deltanet_hf.mixers.window import WindowSettings
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.restrict import restrict_to_window
@@ -82,14 +81,17 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         place = model_folder(folder)
         rows.append(ModelRow(name, "student", folder, training_tokens(place)))
         table = _table(place)
-        wiring, hybrid = _wiring(table)
-        if "equal-bytes" in baselines and table is not None:
+        if table is None:
+            continue
+        states = any(kind.mixer.has_state for kind in table.converted.values())
+        hybrid = states and bool(table.softmax)
+        if "equal-bytes" in baselines:
             quantised = f"teacher, cache in {table.cache_bits} bits"
             if table.cache_bits < 16 and quantised not in {row.name for row in rows}:
                 rows.append(ModelRow(quantised, "baseline", folder, change=_teacher_in_bits))
             if not any(kind.has_new_weights for kind in table.converted.values()):
                 rows.append(ModelRow(f"{name}, untrained", "baseline", folder, change=untrained))
-            if wiring is not None:
+            if states:
                 rows.append(ModelRow(f"untrained windows, bytes of {name}", "baseline", folder, change=_windows))
             if hybrid:
                 rows.append(
@@ -101,7 +103,7 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
                     f"{name}, linear layers off", "baseline", folder, change=partial(_of_itself, switch_off_linear)
                 )
             )
-        for what, ablation in _ablations(wiring, hybrid) if "ablations" in baselines else ():
+        for what, ablation in _ablations(table, hybrid) if states and "ablations" in baselines else ():
             rows.append(ModelRow(f"{name}, {what} off", "baseline", folder, change=partial(_of_itself, ablation)))
     return rows
 
@@ -132,18 +134,16 @@ def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tupl
     """
     bits = cache_bits_of(model)
     smaller = longest_window(teacher, kept, stored_bytes(model, BYTES_AT, bits) - 1, BYTES_AT, bits) or 0
-    policy = WindowPolicy(kept, None if smaller == BYTES_AT else smaller + 1)
-    return set_cache_bits(policy.apply(teacher), bits)
+    window = None if smaller == BYTES_AT else smaller + 1
+    return set_cache_bits(with_windows(teacher, kept, window), bits)
 
 
-def _ablations(wiring: Any, hybrid: bool) -> list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]]:
-    """The parts that can be taken away from a student with these converted layers, by name."""
-    if wiring is None:
-        return []
+def _ablations(table: LayerTable, softmax: bool) -> list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]]:
+    """The parts that can be taken away from a student with these layers, by name."""
     found: list[tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]] = []
-    if hybrid:
+    if softmax:
         found.append(("softmax", switch_off_softmax))
-    if any(kind.get("window") and kind["mixer"] != WindowAttention.name for kind in wiring["kinds"].values()):
+    if any(kind.recurrent is not None and kind.recurrent.window for kind in table.converted.values()):
         found += [("window", switch_off_window), ("state", switch_off_state)]
     return found
 
@@ -167,13 +167,6 @@ def _table(folder: Path) -> LayerTable | None:
         return LayerTable.from_dict(config["deltanet"], config["num_hidden_layers"])
     except ValueError as error:
         raise UserError(f"{path}: {one_line(error)}") from error
-
-
-def _wiring(table: LayerTable | None) -> tuple[Any, bool]:
-    """(configuration of the layers, whether softmax layers remain); (None, False) without a recurrent state."""
-    if table is None or not any(kind.mixer.has_state for kind in table.converted.values()):
-        return None, False
-    return table.to_dict(), bool(table.softmax)
 
 
 def training_tokens(folder: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class ModelScores:
             "tasks": tasks,
             "texts": {name: _plain(scores) for name, scores in self._texts().items()},
             "recall": _plain(self._recall()),
-            "speed": [point.to_dict() for point in self.speed],
+            "speed": [asdict(point) for point in self.speed],
             "seconds": self.seconds,
         }
 

@@ -85,7 +85,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
             for name, result in scores.tasks.items()
         },
         **{name: getattr(scores, name).to_dict() for name in MEASURED},
-        "speed": [point.to_dict() for point in scores.speed],
+        "speed": [asdict(point) for point in scores.speed],
         "seconds": scores.seconds,
         "settings": outcome.settings,
     }

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from deltanet_hf.cpu_dtype import check_dtype
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.relative import relative_score
 from deltanet_hf.evaluation.measures.scores import Score
@@ -25,8 +26,6 @@ from deltanet_hf.file_lock import locked
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import load_config, load_tokenizer
 from deltanet_hf.safe_write import write_atomically, writing
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -55,8 +54,7 @@ def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> di
     check_packages(options.suite)
     if unknown := sorted(set(options.baselines) - set(BASELINES)):
         raise UserError(f"--baselines {unknown[0]}: unknown; choose from {', '.join(BASELINES)}")
-    if options.dtype not in DTYPES:
-        raise UserError(f"--dtype: got {options.dtype!r}, expected one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     vocabulary: dict[str, int] | None = None
     for name in (options.teacher, *(named(text)[1] for text in options.students)):
         folder = loadable_folder(name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_hf.cpu_dtype import loading_dtype
+from deltanet_hf.cpu_dtype import check_dtype, loading_dtype
 from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES
@@ -26,7 +26,6 @@ PLAIN = "transformers"
 """The kind of a teacher that is measured as transformers runs it."""
 BENCHED = (PLAIN, TEACHER, "windows4bit", "window25")  # with --random-weights
 MOST = 10**9  # tokens of a prompt, and prompts
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_conditions(conditions: Conditions) -> None:
@@ -50,8 +49,7 @@ def subjects(
     """
     if (model is None) == (random_weights is None):
         raise UserError("MODEL: give either a model or --random-weights SHAPE")
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UserError(f"--dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}")
+    check_dtype(dtype)
     place = chosen_device(device)
     if random_weights is None:
         assert model is not None
@@ -62,7 +60,7 @@ def subjects(
         raise UserError(f"--random-weights: got {random_weights!r}, expected one of {', '.join(SHAPES)}")
     if mixer not in MIXER_NAMES:
         raise UserError(f"--{unknown_mixer(mixer)}")
-    weights = DTYPES.get(dtype, torch.bfloat16)
+    weights = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     make = functools.partial(random_model, random_weights, mixer=mixer, dtype=weights, device=place)
     return (Subject(random_weights, kind, functools.partial(make, kind), _only(kind)) for kind in BENCHED)
 

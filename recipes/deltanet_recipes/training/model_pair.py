@@ -224,11 +224,6 @@ def _load(name: str, key: str, dtype: Any, revision: str | None = None) -> PreTr
     return model
 
 
-def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model, moved to the device. (Type checkers do not see the signature of `PreTrainedModel.to`.)"""
-    return model.to(device)
-
-
 def gathered_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in main memory, gathered from all processes if it is sharded."""
     full = getattr(tensor, "full_tensor", None)

@@ -35,7 +35,6 @@ from deltanet_recipes.training.model_pair import (
     gathered_on_cpu,
     load_student,
     load_teacher,
-    place,
 )
 from deltanet_recipes.training.objectives import AlignLoss, DistilLoss, Objective
 from deltanet_recipes.training.runtime import Runtime
@@ -95,7 +94,7 @@ class StageRun:
         return fresh
 
     def _teacher(self, device: torch.device) -> nn.Module:
-        return place(load_teacher(self.recipe, self.runtime.compute_dtype), device)
+        return nn.Module.to(load_teacher(self.recipe, self.runtime.compute_dtype), device)
 
     def _align(self, stage: Align) -> None:
         teacher = self._teacher(self.runtime.device)

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from deltanet_hf.loading import load_model
-from deltanet_recipes.training.model_pair import place
 
 
 def load_for_measure(folder: str, device: torch.device) -> nn.Module:
     """Load a teacher or student in eval mode, in bfloat16 on a GPU and float32 on a CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return place(load_model(folder, Path(folder), dtype, attn_implementation="sdpa"), device)
+    return nn.Module.to(load_model(folder, Path(folder), dtype, attn_implementation="sdpa"), device)
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
