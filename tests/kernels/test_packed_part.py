@@ -43,7 +43,7 @@ def cached(k: Tensor, v: Tensor, bits: int, groups: int, order: Tensor | None = 
         if prompt < count:
             append(k_row[:, prompt:].transpose(1, 2), v_row[:, prompt:].transpose(1, 2), made)
         rows.append(made)
-    return made.with_tensors(map(torch.cat, zip(*(one.tensors for one in rows), strict=True)))
+    return PackedKeyValues.joined(rows)
 
 
 def parts_of(x: Tensor, cuts: list[int]) -> list[Tensor]:

@@ -27,17 +27,22 @@ def _block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr):
 
 
 @triton.jit
-def _invert_block(L, PRECISION: tl.constexpr):
-    """(I + L)^{-1} of a 16 x 16 diagonal block; only the part of L below the diagonal is read."""
-    i = tl.arange(0, 16)[:, None]
-    j = tl.arange(0, 16)[None, :]
-    L = tl.where(i > j, L, 0.0)
+def inverted(L, i, j, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^{-1} for 2^LEVELS tokens, i [:, None] of the rows and j [None, :] of the columns of L: 0 unless i > j."""
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
-    for level in tl.static_range(1, 4):
+    for level in tl.static_range(1, LEVELS):
         joint = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), L, 0.0)
         half = tl.dot(inverse, joint, input_precision=PRECISION)
         inverse -= tl.dot(half, inverse, input_precision=PRECISION)
     return inverse
+
+
+@triton.jit
+def _invert_block(L, PRECISION: tl.constexpr):
+    """(I + L)^{-1} of a 16 x 16 diagonal block; only the part of L below the diagonal is read."""
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    return inverted(tl.where(i > j, L, 0.0), i, j, 4, PRECISION)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from deltanet_kernels.common.online_softmax import combined
 from deltanet_kernels.common.tiles import L2_EPS, log_decay, silu, write_strength
 from deltanet_kernels.common.token_step import turned
+from deltanet_kernels.gated_delta_rule.solve import inverted
 from deltanet_kernels.group_rule.round_state import rounded_rows
 from deltanet_kernels.packed_cache.kernels import in_page, next_token, put_token, restored_group
 from deltanet_kernels.packed_cache.numbers import GROUP, in_order
@@ -29,20 +30,6 @@ class Rows(NamedTuple):
     BETA: int
     STATE: int
     STATE_SCALE: int
-
-
-@triton.jit
-def _inverse(L, i, j):
-    """(I + L)^{-1} for L [32, 32], whose rows and columns have tokens i [32, 1] and j [1, 32], 0 unless j < i.
-
-    By blocks of tokens, as in `gated_delta_rule.solve`.
-    """
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
-    for level in tl.static_range(1, 5):
-        joint = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), L, 0.0)
-        half = tl.dot(inverse, joint, input_precision="tf32x3")
-        inverse -= tl.dot(half, inverse, input_precision="tf32x3")
-    return inverse
 
 
 @triton.jit
@@ -72,7 +59,7 @@ def written_group(
     between = tl.where(j < i, decay[:, None] - decay[None, :], 0.0)
     L = tl.where(j < i, strength[:, None] * tl.exp(between) * KK, 0.0)
     found = tl.dot(k_RD, S, input_precision="tf32x3") * tl.exp(decay)[:, None]
-    new = tl.dot(_inverse(L, i, j), strength[:, None] * (v_RD - found), input_precision="tf32x3")
+    new = tl.dot(inverted(L, i, j, 5, "tf32x3"), strength[:, None] * (v_RD - found), input_precision="tf32x3")
     return tl.dot(k_DR * tl.exp(total - decay)[None, :], new, S * tl.exp(total), input_precision="tf32x3")
 
 

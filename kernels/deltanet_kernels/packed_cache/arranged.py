@@ -179,9 +179,8 @@ def _one_by_one(call: PackedPartCall, lengths: list[int]) -> tuple[Tensor, Tenso
         )
     ]
     outputs, sums, caches, keys, values = zip(*found, strict=True)
-    cache = call.cache.with_tensors(map(torch.cat, zip(*(one.tensors for one in caches), strict=True)))
     o, lse, k, v = (torch.cat(x, dim=1) for x in (outputs, sums, keys, values))
-    return o, lse, cache, k, v
+    return o, lse, PackedKeyValues.joined(caches), k, v
 
 
 def _put(filled: Tensor, new: Tensor, places: Tensor) -> Tensor:

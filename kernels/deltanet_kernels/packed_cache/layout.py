@@ -76,6 +76,11 @@ class PackedKeyValues(NamedTuple):
         """Other tokens with the same key order."""
         return PackedKeyValues(*tensors, self.key_order)  # type: ignore[call-arg]
 
+    @staticmethod
+    def joined(caches: Sequence[PackedKeyValues]) -> PackedKeyValues:
+        """The sequences of caches with the same key order and number of groups, in one."""
+        return caches[0].with_tensors(map(torch.cat, zip(*(cache.tensors for cache in caches), strict=True)))
+
     def group(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [B, HK, 32, D] of the packed group of each sequence in the place [B]."""
         row = torch.arange(len(place), device=place.device)

@@ -151,8 +151,7 @@ def _pack_row(call: PackPromptCall, lengths: list[int]) -> tuple[PackedKeyValues
         torch.cat([F.pad(x, (0, 0, 0, 0, 0, n - x.shape[1])) for x, n in zip(rows, lengths, strict=True)], dim=1)
         for rows in seen
     )
-    tensors = map(torch.cat, zip(*(cache.tensors for cache in caches), strict=True))
-    return caches[0].with_tensors(tensors), keys, values
+    return PackedKeyValues.joined(caches), keys, values
 
 
 def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
