@@ -29,7 +29,7 @@ CASES |= {("llama", "qwen3_5", "every:2"), ("phi3", "qwen3_5", "every:2"), ("gem
 
 
 def held_out_check(teacher: Path, model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """What `compare_models` returns, in float64, of the complete models and with approximate numbers."""
+    """The figures of `compare_models`, computed in float64 from the complete models, as approximate numbers."""
     original = AutoModelForCausalLM.from_pretrained(teacher, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         want, got = (
