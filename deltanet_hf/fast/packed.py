@@ -112,8 +112,9 @@ class FastPacked:
         if parts and all(part is None or _is_simple(part, length) for part in parts):
             seen = 0 if parts[0] is None else parts[0].get_seq_length()
             masked = padding_in(attention_mask, padding, length, seen)
-            if masked is None and boundaries_in(cu_seq_lens_q, length, view or parts[0]) is None:
-                calls = [LayerCall(part, None, None, view, prompt_length) for part in parts]
+            bounds = boundaries_in(cu_seq_lens_q, length, view or parts[0])
+            if masked is None and (bounds is None or view is not None):
+                calls = [LayerCall(part, None, bounds, view, prompt_length) for part in parts]
                 return self._output(hidden_states, position_embeddings, calls), None
         return self._module(  # type: ignore[no-any-return]
             hidden_states=hidden_states,
@@ -135,7 +136,7 @@ class FastPacked:
         return parts if fit else []
 
     def _output(self, x: Tensor, angles: Angles, calls: Sequence[LayerCall]) -> Tensor:
-        """A prompt or one more token, x [B, T, hidden] -> [B, T, hidden], with a call for each branch.
+        """A prompt, several in one row or one more token, x [B, T, hidden] -> [B, T, hidden], with a call per branch.
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
@@ -208,8 +209,16 @@ class FastSoftmaxHeads:
         cos, sin = angles
         q, k, v = (part.flatten(-2) for part in (q, k, v))
         rotated = prompt_inputs.unchecked(PromptInputsCall(q, k, v, attention.head_dim, cos=cos, sin=sin))
-        kept, length = call.keep_state, call.prompt_length
-        held = QuantisedKVCache(attention.cache_spec, {}, None, keep_state=kept, prompt_length=length, turn=turn)
+        held = QuantisedKVCache(
+            attention.cache_spec,
+            {},
+            None,
+            keep_state=call.keep_state,
+            lengths=call.lengths,
+            prompt_length=call.prompt_length,
+            cu_seqlens=call.cu_seqlens,
+            turn=turn,
+        )
         output, _ = held.attend(rotated.q, rotated.k, rotated.v, attention.scaling, None)
         return output, held.state
 

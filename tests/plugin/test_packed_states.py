@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.fast.decoder import fast_mixer
+from deltanet_hf.fast.packed import FastPacked, is_packed
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_call import CacheView
@@ -33,6 +34,13 @@ MODELS = {
 }
 
 
+def forms(layer: Any) -> list[Any]:
+    """The layer, and its fast form if it has one."""
+    if isinstance(layer, Mixer):
+        return [layer, fast_mixer(layer, False)]
+    return [layer, FastPacked(layer, False)] if is_packed(layer) else [layer]
+
+
 def called(layer: Any, model: Any, x: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
     angles = model.model.rotary_emb(x, positions)
     output: torch.Tensor = layer(hidden_states=x, position_embeddings=angles, **options)[0]
@@ -47,7 +55,7 @@ def test_each_sequence_leaves_the_state_that_it_leaves_alone(name: str) -> None:
     x = torch.randn(1, sum(LENGTHS), 32, generator=torch.Generator().manual_seed(0))
     bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    for form in (layer, fast_mixer(layer, False)) if isinstance(layer, Mixer) else (layer,):
+    for form in forms(layer):
         cache = MixerCacheLayer()
         packed = CacheView(cache, lengths=LENGTHS)
         output = called(form, model, x, positions, past_key_values=packed, cu_seq_lens_q=bounds)
