@@ -45,8 +45,8 @@ def test_conversion(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
     assert json.loads((out / "conversion.json").read_text())["held_out"]["kl"] > 0.3
     assert printed.splitlines()[-1] == (
         "Far from its teacher: train it before use. Training on a GPU (9.9M tokens brought SmolLM2-135M to 0.26, "
-        f"with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-pure "
-        f"data.separator=null student={out} output={out}-trained 'data.decontaminate=[]' 'data.sources=[{{path: TEXT}}]'"
+        "with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-pure data.separator=null "
+        f"student={out} output={out}-trained 'data.decontaminate=[]' 'data.sources=[{{path: TEXT}}]'"
     )
     assert (tmp_path / "out" / "config.json").exists()
 
