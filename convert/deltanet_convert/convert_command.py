@@ -75,6 +75,8 @@ def convert_command(
             raise
         print_report(report, console)
         console.print(f"Written to {out}")
-        console.print(outlook(report, out), highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            outlook(report, out, job.teacher.config.vocab_size), highlight=False, markup=False, soft_wrap=True
+        )
         if options.as_json:
             print(json.dumps(report, indent=2))

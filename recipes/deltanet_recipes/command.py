@@ -28,11 +28,12 @@ def data(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     from deltanet_recipes.config import load_recipe
 
     settings = load_recipe(recipe, overrides or ())
-    from deltanet_recipes.data.prepare import prepare_corpora, write_report
+    from deltanet_recipes.data.prepare import prepare_corpora
     from deltanet_recipes.training.model_pair import load_tokenizer
+    from deltanet_recipes.training.pipeline import report_data
 
     corpora = prepare_corpora(settings, load_tokenizer(settings.student), typer.echo)
-    typer.echo(f"counts: {write_report(Path(settings.output), [corpus.report for corpus in corpora])}")
+    typer.echo(f"counts: {report_data(Path(settings.output), [corpus.report for corpus in corpora])}")
 
 
 def align(recipe: RecipeArgument, overrides: Overrides = None) -> None:

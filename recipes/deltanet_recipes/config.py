@@ -138,7 +138,10 @@ def _check_files(path: Path, recipe: Recipe) -> None:
     if not os.path.isfile(student / "config.json"):  # False also for what no file can be called
         problems.append(f"student: {student} is not a model folder; make one with `deltanet-hf convert`")
     if recipe.teacher is None and os.path.isdir(student) and not (student / "conversion.json").is_file():
-        problems.append(f"teacher: {student} has no conversion.json that names its teacher; set this key")
+        problems.append(
+            f"student: {student} has no conversion.json, which names its teacher; give a folder that `deltanet-hf "
+            "convert` wrote, or teacher=FOLDER"
+        )
     if recipe.teacher is not None and os.path.isdir(student) and student.resolve() == Path(recipe.teacher).resolve():
         problems += [
             f"stages.{stage_name(stage)}.ce_weight: the student is its own teacher, and only text can teach it; set it"

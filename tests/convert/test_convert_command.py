@@ -45,8 +45,8 @@ def test_conversion(cli: CommandLine, teacher: Path, tmp_path: Path) -> None:
     assert json.loads((out / "conversion.json").read_text())["held_out"]["kl"] > 0.3
     assert printed.splitlines()[-1] == (
         "Far from its teacher: train it before use. Training on a GPU (9.9M tokens brought SmolLM2-135M to 0.26, "
-        f"with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-pure student={out} "
-        f"output={out}-trained 'data.decontaminate=[]' 'data.sources=[{{path: TEXT}}]'"
+        "with attention in every fourth layer to 0.16): deltanet-hf distill smollm2-135m-pure data.separator=null "
+        f"student={out} output={out}-trained 'data.decontaminate=[]' 'data.sources=[{{path: TEXT}}]'"
     )
     assert (tmp_path / "out" / "config.json").exists()
 
@@ -66,7 +66,10 @@ STAYS = layer("softmax", 0, 8, "softmax")
         (0.13, ("gemma3_text", 1e9), [layer("window 9", 0)], "Apart from its teacher. Training", "qwen3-0.6b"),
         (0.01, ("llama", 3e9), [layer("window 9", 0)], "Close to", "llama-3.2-1b"),
         (0.01, ("llama", 7e9), [layer("window 9", 0)], "Close to", "llama-3.1-8b"),
+        (0.13, ("gemma3_text", 2.7e8), [layer("window 9", 0), STAYS], "Apart from", "gemma-3-270m-32k"),
+        (0.77, ("gemma3_text", 2.7e8), [layer("Gated DeltaNet")], "Far from its teacher", "qwen3-0.6b"),
         (0.04, ("qwen2", 5e8), [layer("Gated DeltaNet + window 9")], "Close to", "qwen2.5-coder-0.5b"),
+        (0.77, ("qwen2", 5e8), [layer("Gated DeltaNet")], "Far from its teacher", "qwen3-0.6b"),
         (0.24, ("llama", 1e8), [layer("Gated DeltaNet + window 9")], "Apart from its teacher", "smollm2-135m"),
         (0.77, ("llama", 1e8), [layer("Gated DeltaNet")], "Far from its teacher: train it", "smollm2-135m-pure"),
         (0.0, ("qwen2", 6e8), [layer("FoX", 1, 9)], "Close to", "qwen3-0.6b stages.distil.ce_weight=1"),
@@ -79,12 +82,23 @@ def test_the_last_line_says_how_good_it_is_and_what_to_do(
     model_type, parameters = teacher
     plan = {"teacher_parameters": parameters, "layers": layers, "positions": None}
     report = {"plan": plan, "held_out": {"kl": kl}, "teacher": {"model_type": model_type}}
-    line = outlook(report, Path("a b"))
+    line = outlook(report, Path("a b"), 49152)
     assert line.startswith(begins)
     assert ("Qwen2.5-Coder-0.5B" in line) == (command == "qwen2.5-coder-0.5b")
     assert f": deltanet-hf distill {command} 'student=a b' 'output=a b-trained' 'data." in line
     recipe, *overrides = shlex.split(line.partition("deltanet-hf distill ")[2])
     assert read_recipe(recipe, overrides).student == "a b"
+
+
+@pytest.mark.parametrize(
+    ("title", "created"), [("window 9", 0), ("Gated DeltaNet + window 9", 1), ("Gated DeltaNet", 1)]
+)
+def test_another_small_model_ends_documents_with_its_own_token(title: str, created: int) -> None:
+    """Not with token 0 of SmolLM2's recipes."""
+    plan = {"teacher_parameters": 1e8, "layers": [layer(title, created)], "positions": None}
+    report = {"plan": plan, "held_out": {"kl": 0.2}, "teacher": {"model_type": "llama"}}
+    recipe, *overrides = shlex.split(outlook(report, Path("out"), 50257).partition("deltanet-hf distill ")[2])
+    assert read_recipe(recipe, overrides).data.separator is None
 
 
 @pytest.mark.parametrize("layers", [[layer("window 9", 0), STAYS], [layer("Gated DeltaNet + window 9")], [STAYS]])
@@ -94,13 +108,13 @@ def test_what_reads_further_is_trained_on_longer_rows(layers: list[dict[str, Any
     for context, recipe in ((32768, "smollm2-135m-32k"), (16384, "smollm2-135m")):
         positions = {"kind": "yarn", "teacher": 8192, "context": context}
         report["plan"] = {"teacher_parameters": 1e8, "layers": layers, "positions": positions}
-        assert f": deltanet-hf distill {recipe}" in outlook(report, Path("out"))
-        assert ("needles" in outlook(report, Path("out"))) == (context == 32768)
+        assert f": deltanet-hf distill {recipe}" in outlook(report, Path("out"), 49152)
+        assert ("needles" in outlook(report, Path("out"), 49152)) == (context == 32768)
 
 
 def test_where_all_layers_stay_there_is_nothing_to_train() -> None:
     plan = {"teacher_parameters": 1, "layers": [STAYS], "positions": None}
-    near, far = (outlook({"plan": plan, "held_out": {"kl": kl}}, Path("out")) for kl in (0.004, 0.4))
+    near, far = (outlook({"plan": plan, "held_out": {"kl": kl}}, Path("out"), 97) for kl in (0.004, 0.4))
     assert near.endswith(" text like this. Its weights are the teacher's, so there is nothing to train.")
     assert far.startswith("Far from its teacher: its keys and values need more bits, by deltanet_hf.set_cache_bits(")
     assert far.endswith("). Its weights are the teacher's, so there is nothing to train.")

@@ -71,7 +71,10 @@ def test_without_options_and_gpu_derivatives_plan_heads_and_windows_in_4_bits(
         main()
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    assert "Measuring what is best for 11%@2k, in about ten minutes for 0.5B parameters on two cores; --keep" in printed
+    assert (
+        "Measuring what to keep (--keep auto, 11%@2k), in about ten minutes for 0.5B parameters on two cores; --keep"
+        in printed
+    )
     assert f": layer {FAR_LAYER}, key/value head {FAR_HEAD}, score " in printed
     table = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]
     assert table["cache_bits"] == 4
@@ -92,7 +95,7 @@ def test_a_dry_run_measures_nothing_and_has_the_bytes(
 ) -> None:
     monkeypatch.setattr(for_convert, "run_selection", None)
     convert_command(str(far), tmp_path / "out", dry_run=True, keep="14%@512")
-    assert "the conversion measures what is best for 14%@512" in " ".join(capsys.readouterr().out.split())
+    assert "the conversion measures what to keep (--keep 14%@512)" in " ".join(capsys.readouterr().out.split())
     job = tiny_job(far, tmp_path / "out", dry_run=True, layers="auto:14%@512", mixer="window", cache_bits=4)
     ((window,),) = ({kind.settings.window for kind in job.table.kinds.values()},)
     taken = sum(layer.cache_bytes(512) for layer in job.plan.layers)
@@ -270,5 +273,5 @@ def test_auto_plans_windows_where_it_can(
     with pytest.raises(UserError, match="not measured"):
         for_convert.auto_selection(teacher, tmp_path / "out", chosen, lambda done, total, line: lines.append(line))
     assert asked == [(keep, keep == "11%@2k", method)]
-    assert lines[0].startswith(f"Measuring what is best for {keep}, in ")
+    assert lines[0].startswith(f"Measuring what to keep (--keep auto, {keep}), in ")
     assert lines[0].endswith("; --keep every:4 keeps evenly spread layers at once.")

@@ -171,6 +171,7 @@ def test_what_cannot_be_measured_is_refused_first(options: ReportOptions, tmp_pa
         ({"students": [str(tmp_path)]}, "config.json: missing"),
         ({"texts": {"x": tmp_path / "none.txt"}}, "none.txt: no such file"),
         ({"data": tmp_path}, "no file of a known task"),
+        ({"suite": "long", "texts": {}, "data": None}, r"--suite long measures KL on texts; name .* --text NAME=FILE"),
         ({"dtype": "int8"}, "--dtype: got 'int8', expected one of auto, float32"),
         ({"students": ["x=no/such/folder"]}, "no/such/folder: no such folder"),
         ({"students": ["=model"]}, "=model: no such folder"),

@@ -54,6 +54,14 @@ def test_all_problems_are_listed_at_once(place: Path) -> None:
     assert "batch_tokens (100) must be a multiple of sequence_length (64)" in message
 
 
+def test_a_student_that_was_not_converted_is_named(place: Path) -> None:
+    (place / "student" / "conversion.json").unlink()
+    message = refused(place, recipe_tree(place, [ALIGN]))
+    assert (
+        f"student: {place / 'student'} has no conversion.json, which names its teacher; give a folder that" in message
+    )
+
+
 def test_contradictions(place: Path) -> None:
     rows: list[tuple[list[dict[str, Any]], str]] = [
         ([], "at least one stage"),

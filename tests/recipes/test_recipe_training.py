@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_recipes.command import data as data_command
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Align, Distil, Recipe
 from deltanet_recipes.training import trainer
@@ -431,6 +432,22 @@ def test_a_run_does_not_go_on_with_another_text_or_student(workplace: Path, tmp_
         train(workplace, tmp_path / "run", [ALIGN], **changes)
     save_file(stored, student / "model.safetensors", metadata={"format": "pt"})
     assert train(workplace, tmp_path / "run", [ALIGN], **changes)[-1]["step"] == 12
+
+
+def test_other_data_does_not_replace_the_report_of_a_run(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
+    report = (tmp_path / "run" / "data.json").read_text()
+    recipe = tmp_path / "recipe.yaml"
+    data_command(recipe)
+    assert f"counts: {tmp_path / 'run' / 'data.json'}" in capsys.readouterr().out
+    other = shutil.copy(workplace / "text.jsonl", tmp_path / "other.jsonl")
+    with Path(other).open("a") as file:
+        file.write('{"text": "w1 w2"}\n')
+    with pytest.raises(UserError, match=r"holds a run with another text\.0\.\w+ \(.*; choose another folder"):
+        data_command(recipe, [f"data.sources=[{{path: {other}}}]"])
+    assert (tmp_path / "run" / "data.json").read_text() == report
 
 
 def test_a_run_that_ended_before_its_first_step_can_be_another(workplace: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
         found = read_selection(file)
     if found is not None and task.is_answered_by(found):
         return found
-    measures = f"what is best for {budget.text}, in {task.time}"
+    measures = f"what to keep ({budget.said}), in {task.time}"
     if options.dry_run:
         shown = f"evenly spread {'units, and windows of one length' if task.spending else 'units'}"
         show(0, 1, f"The plan below has {shown}: the conversion measures {measures}.")

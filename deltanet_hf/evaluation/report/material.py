@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.data import shipped_texts, with_prefix
 from deltanet_hf.data.text_files import TextFile
+from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.evaluation.report.model_rows import DEFAULT_BASELINES
 from deltanet_hf.evaluation.tasks.harness import Harness
@@ -112,6 +113,8 @@ def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, lo
             repeat = windows(ids, repeated, count)
     for name, text in wikitext_texts(options.data).items():
         cut(name, encode_documents([text], tokenizer, wanted))
+    if not (texts or suite.tasks or suite.probes):  # the exact repeat alone says nothing
+        raise UserError(f"--suite {options.suite} measures KL on texts; name at least one with --text NAME=FILE")
     sources = [options.haystack] if options.haystack else shipped_texts()
     documents = (text for path in sources for text in TextFile(path, option="--haystack").documents())
     haystack = encode_documents(documents, tokenizer, _HAYSTACKS * context)

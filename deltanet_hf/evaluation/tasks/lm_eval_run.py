@@ -65,7 +65,9 @@ def run_lm_eval(
     if not requested:
         raise UserError("--tasks or --suite is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
     if window is not None and not (1 <= window <= MOST and 0 <= sinks <= MOST):
-        raise UserError(f"--window {window}, --sinks {sinks}: expected at least 1 and 0, and at most {MOST:,}")
+        raise UserError(
+            f"--window {window}, --sinks {sinks}: a window has 1 to {MOST:,} tokens, sinks are 0 to {MOST:,}"
+        )
     arguments, user_tasks = _take_include_path(arguments)
     folder = loadable_folder(model)
     load_config(model, folder)

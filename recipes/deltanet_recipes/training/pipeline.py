@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from deltanet_convert.storage.safetensors_folder import read_json
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.file_lock import locked
 from deltanet_hf.journal import first_difference
 from deltanet_hf.safe_write import write_atomically, writing
-from deltanet_recipes.data.prepare import RecipeData, write_report
+from deltanet_recipes.data.prepare import REPORT, RecipeData, write_report
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.checksums import file_sum
 from deltanet_recipes.training.estimate import estimates
@@ -37,6 +38,7 @@ from deltanet_recipes.training.run_plots import draw_plots
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.stages import StageRun
 
+RUN = "run.json"
 PROGRESS = (LOG, "checkpoints", "stages", "final")  # in the output folder of a run that has begun to train
 
 
@@ -68,6 +70,18 @@ def show_run(recipe: Recipe, console: Console | None = None) -> None:
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
     plan = list(zip(stages, estimates(stages, student, runtime, recipe.data.holdout_tokens), strict=True))
     print_plan(_title(recipe), plan, runtime, console or plain_console())
+
+
+def report_data(output: Path, reports: list[dict[str, Any]]) -> Path:
+    """Write the reports of all texts (`write_report`), unless a run has begun in this folder, which wrote its own.
+
+    Raises UserError if that run has another text.
+    """
+    if not _begun(output):
+        return write_report(output, reports)
+    before = list(filter(None, read_json(output / RUN).get("text", [])))  # nothing is counted of recall rows
+    _refuse_another(output, first_difference({"text": before}, {"text": _counts(reports)}))
+    return output / REPORT
 
 
 def _checked(recipe: Recipe, kinds: tuple[str, ...] | None) -> tuple[Runtime, list[Stage]]:
@@ -171,7 +185,7 @@ def _claim(output: Path, decisive: dict[str, Any], runtime: Runtime) -> None:
     with the others. What was not recorded before is not compared. Raises UserError if the folder holds another run,
     unless that one ended before its first step.
     """
-    path = output / "run.json"
+    path = output / RUN
     if runtime.main:
         try:
             before = json.loads(path.read_text()) if path.is_file() else decisive
@@ -181,8 +195,16 @@ def _claim(output: Path, decisive: dict[str, Any], runtime: Runtime) -> None:
                 f"{path}: is damaged ({one_line(error, 200)}); choose another output, or delete it"
             ) from None
         now = {**before, **decisive, "run": decisive["run"][:begun]}
-        other = first_difference({**decisive, **before}, now)
-        if other and any((output / name).exists() for name in PROGRESS):
-            raise UserError(f"output: {output} holds a run with another {other}; choose another folder or delete it")
+        if _begun(output):
+            _refuse_another(output, first_difference({**decisive, **before}, now))
         write_atomically(path, json.dumps({**before, **decisive}, indent=1).encode())
     runtime.barrier()
+
+
+def _begun(output: Path) -> bool:
+    return any((output / name).exists() for name in PROGRESS)
+
+
+def _refuse_another(output: Path, other: str | None) -> None:
+    if other:
+        raise UserError(f"output: {output} holds a run with another {other}; choose another folder or delete it")
