@@ -205,7 +205,7 @@ def test_transformers_serve_loads_the_causal_model(tmp_path: Path) -> None:
 
 
 def test_parameters_of_float32_stay_so(tmp_path: Path, tokens: torch.Tensor) -> None:
-    model = tiny_student("llama", mixer="gated_deltanet+window", window=5)
+    model = tiny_student("llama", window=5)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     dtypes = {name.split(".")[-1]: p.dtype for name, p in loaded.named_parameters()}
