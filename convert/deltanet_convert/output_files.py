@@ -5,16 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from deltanet_hf.errors import QualityError, one_line
 from deltanet_hf.safe_write import write_atomically, writing
 
 from .job import Job
 from .select.plot import selection_plot
-from .storage.saved_tokenizer import COPIED, load_tokenizer
+from .storage.saved_tokenizer import COPIED, check_saved
 from .views.conversion_card import model_card
 from .views.layer_error_plot import layer_error_plot
 
-SAMPLE = "In 1859, 12 mice -- \n\tand a cat's 3.50 $ café, naïve 東京 <|im_end|>  did 2+2=4."
 PLOT = "layer_errors.png"
 SELECTION_PLOT = "selection.png"
 
@@ -41,15 +39,6 @@ def write_other_files(job: Job, folder: Path, report: dict[str, Any]) -> None:
             layer_error_plot(report["layers"], folder / PLOT)
         if job.selection is not None and job.selection.scores:  # evenly spread layers have none
             (folder / SELECTION_PLOT).write_bytes(selection_plot(job.selection))
-    if _sample_tokens(load_tokenizer(folder)) != _sample_tokens(tokenizer):
-        raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")
+    check_saved(tokenizer, folder, teacher.folder)
     write_atomically(folder / "README.md", model_card(report, teacher.folder, PLOT).encode())
     write_atomically(folder / "conversion.json", (json.dumps(report, indent=2) + "\n").encode())
-
-
-def _sample_tokens(tokenizer: Any) -> list[int] | str:
-    """The tokens of the sample, or the error: some tokenizers read no characters that they do not know."""
-    try:
-        return tokenizer(SAMPLE)["input_ids"]  # type: ignore[no-any-return]
-    except Exception as error:  # of any type, by the tokenizers library
-        return one_line(error)

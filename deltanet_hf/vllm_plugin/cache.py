@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.vllm_plugin.batch import GrowingBackend, StateBackend, TokenBackend
-from deltanet_hf.vllm_plugin.pages import bytes_of, page_bytes, shared, tensors_in
+from deltanet_hf.vllm_plugin.pages import bytes_of, in_order, page_bytes, shared, tensors_in
 
 Pages = TypeVar("Pages")
 
@@ -39,7 +39,7 @@ class StatePages(MambaBase):
     kv_cache: Sequence[Tensor] = ()  # vLLM puts the pages [pages, bytes] int8 here
 
     def __init__(self, shapes: dict[str, TensorShape], name: str, vllm_config: VllmConfig) -> None:
-        self.shapes, self.name = shapes, name
+        self.shapes, self.name = in_order(shapes), name
         self.size = self.shared_size = page_bytes(shapes)  # in bytes, its own and, of a host, that of all
         self.host, self.first = self, 0
         self._tensors: tuple[Any, State] = None, {}
@@ -151,7 +151,8 @@ class PackedPages(AttentionLayerBase):
     kv_cache: Tensor  # [pages, 1, tokens of a page, bytes of a token] int8
 
     def __init__(self, shapes: dict[str, TensorShape], heads: int, name: str, vllm_config: VllmConfig) -> None:
-        self.shapes, self.heads, self.name = shapes, heads, name
+        # Of all heads and groups of a page, they have the same order.
+        self.shapes, self.heads, self.name = in_order(shapes), heads, name
         group = heads * sum(shape.nbytes for shape in shapes.values())
         # Of a token, as in `StatePages`; even, because vLLM counts halves.
         self.size = self.shared_size = -(-group // (2 * QuantisedCacheSpec.group_size)) * 2

@@ -37,14 +37,19 @@ def shared(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
     return places
 
 
-def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tensor]:
-    """Views [..., *shape] of the tensors in pages [..., bytes] int8, by name.
+def in_order(shapes: dict[str, TensorShape]) -> dict[str, TensorShape]:
+    """The shapes in the order in which their tensors lie in a page.
 
-    They lie in the order of the powers of two that divide their sizes, so that each begins at a multiple of its own.
+    It is that of the powers of two that divide their sizes, so that each begins at a multiple of its own.
     """
+    return dict(sorted(shapes.items(), key=lambda item: -(item[1].nbytes & -item[1].nbytes)))
+
+
+def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tensor]:
+    """Views [..., *shape] of the tensors in pages [..., bytes] int8, by name; the shapes are `in_order`."""
     views: dict[str, Tensor] = {}
     first = 0
-    for name, shape in _in_order(shapes):
+    for name, shape in shapes.items():
         last = first + shape.nbytes
         view = pages[..., first:last].view(shape.dtype)
         views[name] = view.unflatten(-1, shape.shape) if shape.shape else view.squeeze(-1)
@@ -54,9 +59,5 @@ def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tenso
 
 def bytes_of(tensors: dict[str, Tensor], shapes: dict[str, TensorShape]) -> Tensor:
     """The beginnings of pages [B, bytes] int8 in which `tensors_in` finds these tensors [B, *shape]."""
-    rows = (tensors[name].to(shape.dtype).reshape(len(tensors[name]), -1) for name, shape in _in_order(shapes))
+    rows = (tensors[name].to(shape.dtype).reshape(len(tensors[name]), -1) for name, shape in shapes.items())
     return torch.cat([row.unsqueeze(-1).view(torch.int8).flatten(1) for row in rows], dim=1)
-
-
-def _in_order(shapes: dict[str, TensorShape]) -> list[tuple[str, TensorShape]]:
-    return sorted(shapes.items(), key=lambda item: -(item[1].nbytes & -item[1].nbytes))

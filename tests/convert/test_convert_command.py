@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deltanet_convert.start import START, copy_weights
+from deltanet_convert.start import START
 from deltanet_convert.views import conversion_progress
 from deltanet_convert.views.outlook import outlook
 from deltanet_hf.version import install_command
@@ -200,18 +200,6 @@ def test_teacher_without_tokenizer_is_exit_code_2(cli: CommandLine, teacher: Pat
         (teacher / name).unlink()
     assert cli("convert", teacher, tmp_path / "out", "--pure") == 2
     assert "tokenizer" in cli.err
-
-
-def test_failed_verification_is_exit_code_1(
-    cli: CommandLine, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong = lambda rows, head_dim, times: rows.repeat_interleave(times, dim=0)  # noqa: E731
-    monkeypatch.setattr(copy_weights, "expand_heads", wrong)
-    text = text_file(tmp_path)
-    code = cli("convert", teacher, tmp_path / "out", "--pure", "--text", text, "--calibration-tokens", TOKENS)
-    assert code == 1
-    assert "softmax attention with the expanded weights" in cli.err
-    assert not (tmp_path / "out").exists()
 
 
 def test_interruption_is_exit_code_130_and_resumable(

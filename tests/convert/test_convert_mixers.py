@@ -26,7 +26,6 @@ from deltanet_hf.mixers.quadratic.attention_kind import AttentionKind, Call, Sof
 from support.read_in_parts import read_in_parts
 from support.registry import rows
 from support.tiny_conversion import teacher_folder, tiny_conversion
-from support.tiny_models import LAYERS
 
 IDS = torch.randint(4, 60, (2, 80), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
 
@@ -104,15 +103,6 @@ def test_conversion_loads_and_decodes(tmp_path: Path, mixer: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=2)
     report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers="every:2")
     check_result(tmp_path / "out", report, [0], mixer)
-
-
-@pytest.mark.slow
-@every_mixer
-@torch.no_grad()
-def test_conversion_of_all_layers_loads_and_decodes(tmp_path: Path, mixer: str) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", "qwen3")
-    report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers="all")
-    check_result(tmp_path / "out", report, list(range(LAYERS)), mixer)
 
 
 @pytest.mark.usefixtures("few_shares")

@@ -24,11 +24,6 @@ def test_a_corpus_is_not_read_to_its_end(tmp_path: Path) -> None:
     assert sum(map(len, found)) == max(1_000_000, CHARS_PER_TOKEN * 10)
 
 
-def test_a_refusal_names_option_and_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"^--text {tmp_path}/missing.txt: no such file"):
-        read_text(tmp_path / "missing.txt", 100)
-
-
 def test_a_missing_text_is_refused_before_the_teacher_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^--text {tmp_path}/missing.txt: no such file"):
         prepare(str(tmp_path / "no-teacher"), tmp_path / "out", ConvertOptions(text=tmp_path / "missing.txt"))

@@ -252,16 +252,6 @@ def test_configs_that_contradict_the_tensors_or_are_not_supported(good: Path, tm
     assert_all_refused(good, tmp_path, CONFIGS)
 
 
-def test_links_of_a_hub_cache_are_followed(single: Path, tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for file in single.iterdir():
-        shutil.move(file, blobs / file.name)
-        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
-    assert opened(snapshot).num_layers == 2
-
-
 def test_teachers_that_are_no_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.pt").write_bytes(b"\x80\x04.")

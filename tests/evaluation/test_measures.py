@@ -18,7 +18,7 @@ from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.tasks.harness import TaskResult
-from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
+from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall
 from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
 from deltanet_hf.evaluation.tasks.text_windows import token_ids, wikitext_texts, windows
 from support.tiny_models import tiny_student, tiny_teacher
@@ -124,24 +124,6 @@ def test_associative_recall_with_a_vocabulary_that_has_gaps() -> None:
     assert None in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     (probe,) = associative_recall(tokenizer, pairs=4, count=1)
     assert len(probe.answers) == 4
-
-
-def test_needles_are_in_the_haystack(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "Grass is green. " * 100
-    haystack = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"])
-    probes = needles(tokenizer, haystack, length=600, count=3)
-    assert probes == needles(tokenizer, haystack, length=600, count=3)
-    for probe in probes:
-        assert len(probe.ids) in (599, 600)
-        decoded = tokenizer.decode(probe.ids)
-        assert decoded.count("Grass is green. Grass is green.") >= 1
-        for begin, end in probe.answers:
-            question = tokenizer.decode(probe.ids[:begin]).splitlines()[-1]
-            answer = tokenizer.decode(probe.ids[begin:end])
-            assert question.startswith("The secret code of the ")
-            assert f"{question}{answer}.\n" in decoded
-    with pytest.raises(UserError, match="needles at 100 tokens"):
-        needles(tokenizer, haystack, length=100)
 
 
 def test_errors_of_means() -> None:

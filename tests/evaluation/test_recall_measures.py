@@ -72,7 +72,10 @@ def test_an_oracle_answers_all_and_a_wrong_one_none(tokenizer: PreTrainedTokeniz
 def test_facts_tell_the_answers_and_the_control_does_not(
     tokenizer: PreTrainedTokenizerFast, haystack: Haystack
 ) -> None:
-    for name, probes in builders(tokenizer, haystack).items():
+    made = builders(tokenizer, haystack)
+    assert made == builders(tokenizer, haystack)
+    assert {len(probe.ids) for probe in made["needles"]} <= {699, 700}
+    for name, probes in made.items():
         assert len({probe.ids for probe in probes}) == 3, name
         orders = []
         for probe in probes:
@@ -95,6 +98,8 @@ def test_facts_tell_the_answers_and_the_control_does_not(
                     assert any(line in tokenizer.decode(fact) for fact in told), name
             orders.append(places == sorted(places))
         assert not all(orders), name
+    with pytest.raises(UserError, match="needles at 100 tokens"):
+        needles(tokenizer, haystack.ids, length=100)
 
 
 @pytest.mark.parametrize("name", ["needles", "prose"])

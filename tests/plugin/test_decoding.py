@@ -96,22 +96,6 @@ def test_steps_equal_the_separate_operators_and_the_prefill(wiring: str, taken: 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5"])
-def test_a_compiled_step_with_a_static_cache_equals_the_prefill(wiring: str) -> None:
-    """One converted layer and one with softmax attention, each of which is compiled anew."""
-    profile = "qwen3_5" if wiring == "qwen3_5" else "faithful"
-    model = tiny_mixture("llama", LayerTable.preset(2, profile=profile, softmax=[1]))
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    wanted = model(TOKENS).logits[:, 8:]
-    model(TOKENS[:, :8], past_key_values=cache, use_cache=True)
-    address = cache.layers[0].state["state"].data_ptr()
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
-    steps = [step(TOKENS[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(8, 12)]
-    torch.testing.assert_close(torch.cat(steps, dim=1), wanted, rtol=2e-4, atol=2e-4)
-    assert cache.layers[0].state["state"].data_ptr() == address
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("make", "layers"), [(partial(student, "qwen3_5"), 2), (partial(student, "retention"), 2), (windowed, 4)]
 )
@@ -303,16 +287,25 @@ def test_a_familys_own_window_bounds_what_is_unseen(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "compiled"), [("llama", True), ("mistral", False)])
-def test_a_static_cache_keeps_its_addresses(family: str, compiled: bool) -> None:
-    model = windowed(family, layers=(0,)) if compiled else windowed(family)
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [
+        (partial(windowed, layers=(0,)), True),
+        (lambda: tiny_mixture("llama", LayerTable.preset(2, profile="qwen3_5", softmax=[1])), True),
+        pytest.param(partial(tiny_student, "llama", mixer="deltaproduct"), True, marks=pytest.mark.slow),
+        (partial(windowed, "mistral"), False),
+    ],
+    ids=["window", "qwen3_5", "deltaproduct", "not compiled"],
+)
+def test_a_static_cache_keeps_its_addresses(make: Callable[[], PreTrainedModel], compiled: bool) -> None:
+    model = make()
     cache = StaticCache(config=model.config, max_cache_len=PREFILL + STEPS)
     wanted = model(TOKENS).logits[:, PREFILL:]
     model(TOKENS[:, :PREFILL], past_key_values=cache, use_cache=True)
-    mixed = cache.layers[:1] if compiled else cache.layers
-    addresses = [{name: x.data_ptr() for name, x in layer.state.items()} for layer in mixed]
+    converted = [layer for layer in cache.layers if isinstance(layer, MixerCacheLayer)]
+    addresses = [{name: x.data_ptr() for name, x in layer.state.items()} for layer in converted]
     step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     tokens = TOKENS[:, PREFILL:].split(1, dim=1)
     found = torch.cat([step(token, past_key_values=cache, use_cache=True).logits for token in tokens], dim=1)
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
-    assert [{name: x.data_ptr() for name, x in layer.state.items()} for layer in mixed] == addresses
+    assert [{name: x.data_ptr() for name, x in layer.state.items()} for layer in converted] == addresses

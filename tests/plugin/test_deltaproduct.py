@@ -1,6 +1,6 @@
 """Gated DeltaProduct: the layer against its recurrence, and what only it has.
 
-Padding, packing and decoding are in `test_every_family_and_rule.py`.
+Padding, packing and decoding are in `test_every_family_and_rule.py`, compiled steps in `test_decoding.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import StaticCache
 
 from deltanet_hf.mixers.deltaproduct import DeltaProduct, interleave
 from deltanet_kernels import chunk_gated_delta_rule
@@ -102,21 +101,6 @@ def test_a_step_of_strength_zero_is_no_step() -> None:
     close(more(TOKENS).logits, wanted)
     steps[0].b_proj.bias.zero_()
     assert (more(TOKENS).logits - wanted).abs().max() > 1e-2
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_compiled_model_has_one_graph() -> None:
-    model = tiny_student("llama", mixer="deltaproduct", num_householder=2)
-    wanted = model(TOKENS).logits
-    close(torch.compile(model, fullgraph=True, backend="aot_eager")(TOKENS, use_cache=False).logits, wanted)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    model(TOKENS[:, :10], past_key_values=cache, use_cache=True)
-    addresses = [entry.state["state"].data_ptr() for entry in cache.layers]
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
-    logits = [step(TOKENS[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(10, 14)]
-    close(torch.cat(logits, dim=1), wanted[:, 10:])
-    assert [entry.state["state"].data_ptr() for entry in cache.layers] == addresses
 
 
 def test_gradients_reach_every_step_from_its_start() -> None:

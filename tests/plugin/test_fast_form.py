@@ -96,15 +96,6 @@ def test_many_tokens_pass_a_feed_forward_block_in_parts(monkeypatch: pytest.Monk
     torch.testing.assert_close(read(model, WHOLE), whole, **ROUNDING)
 
 
-def test_packed_rows() -> None:
-    model = tiny_student("llama", window=3, sinks=2).to(DEVICE)
-    positions = torch.cat([torch.arange(8), torch.arange(6)]).expand(2, -1).to(DEVICE)
-    call = {"input_ids": TOKENS, "position_ids": positions, "use_cache": False}
-    with plain_form():
-        wanted = model(**call).logits
-    torch.testing.assert_close(model(**call).logits, wanted, **ROUNDING)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_softmax_models_have_one(family: str) -> None:

@@ -132,21 +132,6 @@ def test_a_step_on_a_bfloat16_state_is_the_step_on_its_values(expand_kv: bool) -
 
 
 @torch.no_grad()
-def test_a_bfloat16_state_in_generation() -> None:
-    """Left-padded generation beside the full forward pass, whose states are not rounded between the tokens."""
-    model = tiny_student("gemma3_text", state_dtype="bfloat16", k_offset=True, allow_neg_eigval=True)
-    mask = torch.ones_like(TOKENS)
-    mask[0, :5] = 0
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    found = model.generate(TOKENS, attention_mask=mask, output_logits=True, **options)
-    logits = torch.stack(found.logits, dim=1)
-    for row, padding in enumerate((5, 0)):
-        wanted = model(found.sequences[row : row + 1, padding:]).logits[0, -7:-1]
-        # Each of up to 14 tokens rounds the states by 2^-9; a lost state gives more than 0.3.
-        assert (logits[row] - wanted).norm() < 0.04 * wanted.norm()
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_bfloat16_state_stays_close_in_every_dtype_and_at_its_address(dtype: torch.dtype) -> None:
     model = tiny_student("llama", "faithful", HYBRID, state_dtype="bfloat16", k_offset=True).to(dtype)

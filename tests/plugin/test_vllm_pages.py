@@ -11,15 +11,17 @@ from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.vllm_plugin import ARCHITECTURES, register
-from deltanet_hf.vllm_plugin.pages import ALIGNMENT, bytes_of, page_bytes, shared, tensors_in
+from deltanet_hf.vllm_plugin.pages import ALIGNMENT, bytes_of, in_order, page_bytes, shared, tensors_in
 from support.tiny_models import mixture_table, tiny_mixture
 
-SHAPES = {
-    "tail": TensorShape((5, 3), torch.bfloat16),  # an odd number of 2-byte elements, and wider ones behind it
-    "state": TensorShape((2, 4, 4), torch.float32),
-    "count": TensorShape((), torch.int32),
-    "flags": TensorShape((7,), torch.int8),
-}
+SHAPES = in_order(
+    {
+        "tail": TensorShape((5, 3), torch.bfloat16),  # an odd number of 2-byte elements, and wider ones behind it
+        "state": TensorShape((2, 4, 4), torch.float32),
+        "count": TensorShape((), torch.int32),
+        "flags": TensorShape((7,), torch.int8),
+    }
+)
 
 
 def test_every_architecture_is_the_name_of_a_model_class() -> None:
@@ -87,7 +89,7 @@ def test_small_parts_share_pages() -> None:
 
 def test_the_states_of_a_models_layers_fit_into_their_pages() -> None:
     for index, layer in layer_kinds(tiny_mixture("llama", mixture_table())):
-        shapes = layer.state_shapes(torch.bfloat16)
+        shapes = in_order(layer.state_shapes(torch.bfloat16))
         pages = torch.zeros(2, page_bytes(shapes), dtype=torch.int8)
         views = tensors_in(pages, shapes)
         assert {name: tuple(view.shape[1:]) for name, view in views.items()} == {

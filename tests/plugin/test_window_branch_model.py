@@ -1,13 +1,12 @@
-"""Models whose layers have a window beside the state: caches, beams, offloading, checkpointing, dtypes."""
+"""Models whose layers have a window beside the state: caches and assigned weights."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from support.tiny_models import HYBRID, READS_ALL, mixed_heads, mixed_table, tiny_mixture, tiny_student
@@ -66,18 +65,6 @@ def left_padded(ids: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Te
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("padding", [WINDOW, IDS.shape[1] - 1])
-def test_beams_of_a_padded_batch(model: PreTrainedModel, padding: int) -> None:
-    """With a cache as without one, and the padded row as alone; its prompt may be shorter than the window."""
-    ids, mask = left_padded(IDS, padding)
-    options = {**GREEDY, "num_beams": 3}
-    beams = model.generate(ids, attention_mask=mask, **options)
-    assert model.generate(ids, attention_mask=mask, use_cache=False, **options).tolist() == beams.tolist()
-    alone = model.generate(ids[:1, padding:], **options)
-    assert beams[0, padding:].tolist() == alone[0].tolist()
-
-
-@torch.no_grad()
 def test_a_static_cache_gives_the_same_tokens_and_is_reset(model: PreTrainedModel) -> None:
     ids, mask = left_padded(IDS, 4)
     dynamic = model.generate(ids, attention_mask=mask, **GREEDY)
@@ -102,15 +89,6 @@ def test_assigned_weights_serve_and_train(model: PreTrainedModel) -> None:
         assert torch.equal(other(IDS).logits, model(IDS).logits)
     other.train()(IDS, labels=IDS).loss.backward()
     assert [name for name, p in other.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
-
-
-def test_the_slopes_stay_float32(model: PreTrainedModel, tmp_path: Path) -> None:
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    slopes = [p for name, p in loaded.named_parameters() if name.endswith("_slope")]
-    assert {p.dtype for p in slopes} == {torch.float32}
-    assert len(slopes) == 2 * len(HYBRID)
-    assert loaded.model.layers[0].self_attn.window_branch.share_proj.weight.dtype == torch.bfloat16
 
 
 @torch.no_grad()

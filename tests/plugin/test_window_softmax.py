@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf.mixers.attention import window_softmax
 from deltanet_hf.models.restrict import restrict_to_window
 from support.read_in_parts import read_in_parts
-from support.tiny_models import mixed_table, tiny_mixture, tiny_teacher
+from support.tiny_models import tiny_teacher
 
 LENGTH = 24
 IDS = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -104,18 +104,6 @@ def test_padding_and_parts_of_a_prompt(window: int, sinks: int, side: str, choos
         kept = tensor.transpose(1, 2)[real] if tensor.dim() == 4 else tensor
         ours = results[True][1][name]
         close(ours.transpose(1, 2)[real] if tensor.dim() == 4 else ours, kept)
-
-
-@pytest.mark.usefixtures("float64")
-@torch.no_grad()
-def test_windows_of_mixed_heads(choose: Choose) -> None:
-    for table in (mixed_table("window", "linear"), mixed_table("softmax", "window")):
-        model = tiny_mixture("gemma2", table).double()
-        found = []
-        for operator in (True, False):
-            choose(operator)
-            found.append(model(IDS, use_cache=False).logits)
-        close(*found)
 
 
 @pytest.mark.usefixtures("float64")

@@ -84,8 +84,15 @@ def check_training(workplace: Path, tmp_path: Path, train_key: str, isolated: bo
 
 
 @mixers_in_full
-def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: Path) -> None:
-    final = train(workplace, tmp_path / "run", stages_for(workplace, {"tokens": 256}))
+def test_an_interrupted_run_has_the_same_losses_and_a_model_with_its_layer_table(
+    workplace: Path, tmp_path: Path
+) -> None:
+    stages = stages_for(workplace, {"train": "full", "tokens": 128 * 6})
+    train(workplace, tmp_path / "a" / "run", stages)
+    with interrupted_at(5):
+        train(workplace, tmp_path / "b" / "run", stages)
+    final = train(workplace, tmp_path / "b" / "run", stages)
+    assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
     model = AutoModelForCausalLM.from_pretrained(final).eval()
     student = load_student(str(workplace / "student"))
     assert LayerTable.of(model.config) == LayerTable.of(student.config)
@@ -97,16 +104,6 @@ def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: P
     title = "Gated DeltaNet" if kind.mixer.name == "mixed_heads" else kind.mixer.title
     assert f"# {title if kind.has_new_weights else 'Windowed'} student of " in card
     assert ("linear-attention" in card) == (kind.has_new_weights and not issubclass(kind.mixer, AttentionKind))
-
-
-@mixers_in_full
-def test_an_interrupted_run_continues_with_the_same_losses(workplace: Path, tmp_path: Path) -> None:
-    stages = stages_for(workplace, {"train": "full", "tokens": 128 * 6})
-    train(workplace, tmp_path / "a" / "run", stages)
-    with interrupted_at(5):
-        train(workplace, tmp_path / "b" / "run", stages)
-    train(workplace, tmp_path / "b" / "run", stages)
-    assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
 
 
 def test_muon_takes_the_matrices_of_further_writes(tmp_path: Path) -> None:

@@ -10,19 +10,13 @@ from typing import Any
 
 import transformers
 
-from deltanet_hf.data import shipped_texts
-from deltanet_hf.errors import QualityError
 from deltanet_hf.safe_write import write_atomically, writing
 
 from ..storage.generation_config import generation_config
 from ..storage.safetensors_folder import read_json
-from ..storage.saved_tokenizer import COPIED, load_tokenizer
+from ..storage.saved_tokenizer import COPIED, check_saved, load_tokenizer
 
 OWN_TOKENIZER = "own_tokenizer"  # name of a Python module that exports for mlx-lm contain
-SAMPLE = (
-    "In 1859, 12 mice -- \n\tand a CAT'S 3.50 $ caf\u00e9, nai\u0308ve \u6771\u4eac <|im_end|>  did 2+2=4.\r\n\n"
-    "def f(x):\n    return {'a': x_1 **2 }  # 100000\n\n\n"
-)
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,12 +77,7 @@ def _save_tokenizer(source: Path, folder: Path) -> None:
         tokenizer.init_kwargs.pop("auto_map", None)
     with writing(folder):
         tokenizer.save_pretrained(folder)
-    _check_tokens(source, folder)
-
-
-def _check_tokens(source: Path, folder: Path) -> None:
-    if not same_tokens(source, folder):
-        raise QualityError(f"{folder}: the saved tokenizer differs from the one in {source}; please report the model")
+    check_saved(tokenizer, folder, source)
 
 
 def keep_own_tokenizer(source: Path, folder: Path) -> None:
@@ -100,7 +89,8 @@ def keep_own_tokenizer(source: Path, folder: Path) -> None:
     """
     if not has_tokenizer(source):
         return
-    name = type(load_tokenizer(source)).__name__
+    tokenizer = load_tokenizer(source)
+    name = type(tokenizer).__name__
     if not hasattr(transformers, name):
         name = "PreTrainedTokenizerFast"
     file = folder / "tokenizer_config.json"
@@ -109,19 +99,12 @@ def keep_own_tokenizer(source: Path, folder: Path) -> None:
     module = f"from transformers import {name}\n\n\nclass Tokenizer({name}):\n    pass\n"
     write_atomically(folder / f"{OWN_TOKENIZER}.py", module.encode())
     write_atomically(file, (json.dumps(named, indent=2) + "\n").encode())
-    _check_tokens(source, folder)
+    check_saved(tokenizer, folder, source)
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder contains a tokenizer."""
     return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-
-
-def same_tokens(first: Path, second: Path) -> bool:
-    """Whether the tokenizers of two folders give the same tokens for a difficult sample and for plain text."""
-    texts = [SAMPLE, shipped_texts()[0].read_text(encoding="utf-8")[:20000]]
-    one, two = (load_tokenizer(folder)(texts)["input_ids"] for folder in (first, second))
-    return bool(one == two)
 
 
 def _card(source: Path, note: str) -> str:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from deltanet_kernels import pack_prompt, round_tokens
-from deltanet_kernels.packed_cache.calls import PackPromptCall, RoundTokensCall
+from deltanet_hf.mixers.cache.quantised_cache_spec import QuantisedCacheSpec
+from deltanet_hf.mixers.cache.quantised_kv_cache import quantised_prompt, straight_through
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS
 
 EVICTED = -1e4  # log gate of a token that is not kept; its weight is 0 in any dtype
@@ -120,11 +120,8 @@ def packed(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     The last group is in 8 bits in both: no later token sees it.
     """
-    k, v = round_tokens.unchecked(RoundTokensCall(*(x.transpose(1, 2).contiguous() for x in (k, v))))
-    restored = pack_prompt.unchecked(PackPromptCall(k.detach(), v.detach(), 4))[1:]
-    fewer = [
-        x + F.pad(r - x[:, : r.shape[1]], (0, 0, 0, 0, 0, x.shape[1] - r.shape[1])).detach()
-        for x, r in zip((k, v), restored, strict=True)
-    ]
+    k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
+    k, v, seen, _ = quantised_prompt(QuantisedCacheSpec(4, None), k, v, keep_state=False)
+    fewer = (straight_through(x, restored) for x, restored in zip((k, v), seen, strict=True))
     k, v, k4, v4 = (x.transpose(1, 2) for x in (k, v, *fewer))
     return k, v, k4, v4

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.quantised_cache_spec import held_bytes
+from deltanet_hf.model_sizes import head_size
 from deltanet_kernels.packed_cache.layout import SINKS
 from measuring.eviction.attention import EVICTED, Reach, evicting_attention
 
@@ -49,8 +50,7 @@ class Heads:
         layers, heads = range(config.num_hidden_layers), range(config.num_key_value_heads)
         gated = [[chosen is None or (layer, head) in chosen for head in heads] for layer in layers]
         reach = [[WINDOW if gate else windows[layer] for gate in gated[layer]] for layer in layers]
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(reach, gated, int(size))
+        return cls(reach, gated, head_size(config))
 
     def bytes(self, tokens: int, share: float) -> int:
         """Bytes of a sequence whose gates keep `share` of the tokens that are older than the window."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,8 @@ import torch
 from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 from deltanet_kernels.channel_gates.cpu import chunked
-from measuring.kernels.harness import Benchmark, check_and_time
+from measuring.kernels.harness import Benchmark, Operator, check_and_time, in_float64
 from measuring.rows import Row
-
-Operator = Callable[..., torch.Tensor]
 
 
 class Shape(NamedTuple):
@@ -110,9 +108,7 @@ def peer(rule: str, bounded: bool) -> Operator:
 def reference(rule: str, shape: Shape) -> list[torch.Tensor]:
     """o and the gradients of the leaves of the first row and head of `make`, in float64."""
     leaves, do = make(rule, shape)
-    own = [x.detach()[:1, :, :1].double().requires_grad_() for x in leaves]
-    o, _ = chunked(_call(rule, own))
-    return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :1].double())]
+    return in_float64(lambda *own: chunked(_call(rule, list(own)))[0], leaves, do, [1] * len(leaves))
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +23,9 @@ from deltanet_kernels import torch_chunk_gated_delta_rule
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from measuring.kernels import flashinfer_prefill
-from measuring.kernels.harness import Benchmark, check_and_time
+from measuring.kernels.harness import Benchmark, Operator, check_and_time, in_float64
 from measuring.rows import Row
 
-Operator = Callable[..., torch.Tensor]
 DEVICE = "cuda"
 MIX = "flash_qla"
 """Log decays like those of FlashQLA's published times (benchmark/bench_gated_delta_rule.py of its repository, which
@@ -119,10 +118,11 @@ def reference(shape: Shape) -> list[torch.Tensor]:
     """o and the gradients of q, k, v, g, beta of the first row and key head of `make(shape)`, in float64."""
     leaves, do = make(shape)
     heads = shape.HV // shape.H
-    own = [x.detach()[:1, :, : (1 if j < 2 else heads)].double().requires_grad_() for j, x in enumerate(leaves)]
-    q, k, v, g, beta = own
-    o, _ = torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-    return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :heads].double())]
+
+    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        return torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
+    return in_float64(rule, leaves, do, (1, 1, heads, heads, heads))
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:

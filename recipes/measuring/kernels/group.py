@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from deltanet_kernels.group_rule import chunk
 from deltanet_kernels.group_rule.calls import GroupRuleCall
 from deltanet_kernels.group_rule.chunk import chunk_group_triton
 from deltanet_kernels.group_rule.cpu import chunk_group_torch
-from measuring.kernels.harness import Always, Benchmark, Configuration, check_and_time
+from measuring.kernels.harness import Always, Benchmark, Configuration, check_and_time, in_float64
 from measuring.rows import Row
 
 DEVICE = "cuda"
@@ -59,7 +59,7 @@ def make(shape: Shape) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in (q, k, v, g, beta)], do
 
 
-def run(form: Callable[..., Any], call: Callable[..., Any], leaves: list[Tensor]) -> Tensor:
+def run(form: Callable[..., Any], call: Callable[..., Any], leaves: Sequence[Tensor]) -> Tensor:
     o: Tensor = form(call(*leaves, use_qk_l2norm_in_kernel=True))[0]
     return o
 
@@ -70,9 +70,7 @@ def reference(shape: Shape, impl: str) -> list[Tensor]:
     call, _, form = FORMS[impl]
     leaves, do = make(shape)
     queries = shape[2] // shape[3]
-    own = [x.detach()[:1, :, : queries if j == 0 else 1].double().requires_grad_() for j, x in enumerate(leaves)]
-    o = run(form, call, own)
-    return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :queries].double())]
+    return in_float64(lambda *own: run(form, call, own), leaves, do, (queries, 1, 1, 1, 1))
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:

@@ -31,6 +31,8 @@ MOST = 0.05  # relative error of right results, outputs and gradients in bfloat1
 MOST_OF_A_STEP = 0.01  # of a decoding step
 TIMES = ("fwd_ms", "fwdbwd_ms", "fwd_graph_ms", "fwdbwd_graph_ms")
 
+Operator = Callable[..., Tensor]
+"""Computes o [B, T, heads, D] from the leaves of a benchmark."""
 Configuration = dict[tuple[Any, str], Any]
 """(module, name) -> what stands in its place, such as other sizes of tiles."""
 
@@ -257,6 +259,18 @@ def time_both_ways(name: str, run: Callable[[], object], repeats: int) -> Row:
     except Exception as error:
         row[f"{name}_not_captured"] = described(error)
     return row
+
+
+def in_float64(run: Operator, leaves: Sequence[Tensor], do: Tensor, heads: Sequence[int]) -> list[Tensor]:
+    """What `check_and_time` wants: o and the gradients of the first row and of so many first heads of each leaf.
+
+    Args:
+        run: computes o from the leaves, in float64.
+        leaves, do: as of `check_and_time`; o has the first heads.
+    """
+    own = [x.detach()[:1, :, :n].double().requires_grad_() for x, n in zip(leaves, heads, strict=True)]
+    o = run(*own)
+    return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, : o.shape[2]].double())]
 
 
 def relative_errors(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:

@@ -27,7 +27,7 @@ from deltanet_kernels.window import attention
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import WindowConfig, window_config
 from deltanet_kernels.window.cpu import torch_window_attention
-from measuring.kernels.harness import Benchmark, Configuration, check_and_time
+from measuring.kernels.harness import Benchmark, Configuration, Operator, check_and_time, in_float64
 from measuring.rows import Row
 
 SINKS = 4
@@ -46,21 +46,20 @@ SHAPES = [
 ]
 """Rows, tokens, query and key heads, head size, window."""
 Shape = tuple[int, int, int, int, int, int]
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sees(window: int, i: Tensor, j: Tensor) -> Tensor:
     return (j <= i) & ((i - j < window) | (j < SINKS))
 
 
-def _heads_first(function: Callable[..., Tensor], **options: Any) -> Attention:
+def _heads_first(function: Callable[..., Tensor], **options: Any) -> Operator:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return function(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True, **options).transpose(1, 2)
 
     return call
 
 
-def implementation(impl: str, T: int, window: int) -> Attention:
+def implementation(impl: str, T: int, window: int) -> Operator:
     """The implementation of this name for T tokens."""
     if impl == "deltanet":
         return lambda q, k, v: window_attention(q, k, v, window, SINKS)[0]
@@ -95,15 +94,14 @@ def in_4_bits(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
 def reference(shape: Shape, packed: bool) -> list[Tensor]:
     """o and the gradients of q, k and v of the first row and key head of `make`, in float64."""
     leaves, do = make(shape)
-    group = shape[2] // shape[3]
-    own = [x.detach()[:1, :, :n].double().requires_grad_() for x, n in zip(leaves, (group, 1, 1), strict=True)]
-    if packed:
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not packed:
+            return torch_window_attention(WindowCall(q, k, v, shape[5], SINKS))[0]
         keys, values = (x[:1, :, :1].double() for x in in_4_bits(leaves))
-        call = PromptAttentionCall(own[0], own[1], own[2], keys, values, shape[5], SINKS, shape[4] ** -0.5)
-        o, _ = torch_prompt_attention(call)
-    else:
-        o, _ = torch_window_attention(WindowCall(own[0], own[1], own[2], shape[5], SINKS))
-    return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :group].double())]
+        return torch_prompt_attention(PromptAttentionCall(q, k, v, keys, values, shape[5], SINKS, shape[4] ** -0.5))[0]
+
+    return in_float64(attend, leaves, do, (shape[2] // shape[3], 1, 1))
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:
@@ -111,7 +109,7 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
     shape: Shape = tuple(labels["shape"])
     leaves, do = make(shape)
     if labels["impl"] == PACKED:
-        run: Attention = functools.partial(_packed, in_4_bits(leaves), shape[5])
+        run: Operator = functools.partial(_packed, in_4_bits(leaves), shape[5])
     else:
         run = implementation(labels["impl"], shape[1], shape[5])
     wanted = None if labels["impl"] == ALL else reference(shape, labels["impl"] == PACKED)
