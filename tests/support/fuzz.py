@@ -2,8 +2,8 @@
 
     python -m support.fuzz CASES [SEED]
 
-Every case damages one file of a good input and runs what reads it. It may succeed, or end with one clear
-line (UserError, QualityError); nothing may be left but a complete output folder.
+Every case damages one file of a good input and runs what reads it. It may succeed, or end with one clear line
+(UserError, QualityError); nothing may be left but a complete output folder.
 """
 
 from __future__ import annotations

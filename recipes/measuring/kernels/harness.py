@@ -262,11 +262,12 @@ def time_both_ways(name: str, run: Callable[[], object], repeats: int) -> Row:
 
 
 def in_float64(run: Operator, leaves: Sequence[Tensor], do: Tensor, heads: Sequence[int]) -> list[Tensor]:
-    """What `check_and_time` wants: o and the gradients of the first row and of so many first heads of each leaf.
+    """Computes in float64 what `check_and_time` compares with: o and the gradients of the first heads of the first row.
 
     Args:
         run: computes o from the leaves, in float64.
         leaves, do: as of `check_and_time`; o has the first heads.
+        heads: how many first heads of each leaf are taken.
     """
     own = [x.detach()[:1, :, :n].double().requires_grad_() for x, n in zip(leaves, heads, strict=True)]
     o = run(*own)
