@@ -13,11 +13,12 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.model_rows import ModelRows, line_up
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
+from deltanet_hf.generate import generate_command
 from deltanet_hf.models.decoder import LayerwiseDecoder
 from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_recipes.data.packing import make_rows
@@ -66,6 +67,23 @@ def trained(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(recipe(workplace, tmp_path_factory.mktemp("window") / "run", [{**STAGE, "train": "full"}]))
 
 
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_the_loss_falls_and_only_the_chosen_weights_move(workplace: Path, tmp_path: Path, train: str) -> None:
+    stage = {**STAGE, "train": train, "batch_tokens": 256, "tokens": 256 * 150}
+    stage["optimizer"] = {"rest_lr": 3e-4 if train == "full" else 1e-3}
+    final = run(recipe(workplace, tmp_path / "run", [stage], data={"holdout_tokens": 1024}))
+    rows = read_log(tmp_path / "run")
+    assert rows[0]["held_out.kl"] > 1e-3  # restricted from the start
+    # A teacher with random weights looks everywhere: little of what the window hides can be learnt.
+    assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
+    before, after = load_file(workplace / "teacher" / "model.safetensors"), load_file(final / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in before if name.endswith("proj.weight")} <= moved
+    assert ("model.norm.weight" in moved) == (train == "full")
+    assert "model.embed_tokens.weight" not in moved
+
+
 @torch.no_grad()
 def test_isolated_documents_have_a_window_and_sinks_of_their_own(workplace: Path) -> None:
     student = load_student(str(workplace / "student"))
@@ -98,6 +116,22 @@ def test_everything_that_measures_it_measures_it_under_its_window(trained: Path,
     card = (trained / "README.md").read_text()
     assert "# Windowed student of " in card
     assert ModelCard(card).data.tags == ["distillation"]
+
+
+@torch.no_grad()
+def test_generate_continues_under_the_window(
+    trained: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    words: list[str] = []
+    for model in (teacher_with(trained, workplace), restrict_to_window(teacher_with(trained, workplace))):
+        ids = IDS[:1]
+        for _ in range(8):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        words.append(tokenizer.decode(ids[0, LENGTH:], skip_special_tokens=True))
+    assert words[0] != words[1]
+    generate_command(str(trained), tokenizer.decode(IDS[0]), max_new_tokens=8, device="cpu")
+    assert capsys.readouterr().out.split() == words[1].split()
 
 
 def test_stages_without_anything_to_train_are_one_clear_error(workplace: Path, tmp_path: Path) -> None:
